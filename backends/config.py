@@ -1,0 +1,31 @@
+"""Which device and which implementation of each op. Torch-free."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class DeviceKind(Enum):
+    """Kind of device a run uses."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+    npu = "npu"
+
+
+@dataclass(kw_only=True, slots=True)
+class OpsConfig:
+    """Implementation per op: auto, or a name that `switchyard ls ops` shows. A named one that cannot run is an error."""
+
+    grouped_gemm: str = "auto"
+    """auto, reference or torch_native."""
+
+
+@dataclass(kw_only=True, slots=True)
+class BackendConfig:
+    """The device of a run. On the command line `backend=cpu` chooses configs/backend/cpu.yaml."""
+
+    device: DeviceKind = DeviceKind.auto
+    """auto takes what is there: cuda, then npu, then cpu."""
+    ops: OpsConfig = field(default_factory=OpsConfig)
+    """Implementation per op."""

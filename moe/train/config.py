@@ -1,0 +1,114 @@
+"""What a run is made of beside model and data: plain dataclasses that `moe.config` composes. Torch-free."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class EngineKind(Enum):
+    """Who owns the step."""
+
+    deepspeed = "deepspeed"
+    torch = "torch"
+
+
+class DType(Enum):
+    """Type of the weights a forward pass uses; masters and moments are always fp32."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Checkpointing(Enum):
+    """Which activations backward computes again."""
+
+    none = "none"
+    full = "full"
+
+
+class ScheduleKind(Enum):
+    """Shape of the learning rate after warm-up."""
+
+    cosine = "cosine"
+    constant = "constant"
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """How ranks share the work. Never changes the mathematics."""
+
+    nproc: int = 1
+    """Processes that `switchyard run` starts on this machine; under a launcher the launcher's count holds."""
+    expert: int = 1
+    """Expert-parallel size; divides the number of ranks and moe.num_experts."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineConfig:
+    """The engine around the model."""
+
+    kind: EngineKind = EngineKind.deepspeed
+    """deepspeed: the real one. torch: the plain oracle (one process, or simple data parallel)."""
+    zero_stage: int = 1
+    """DeepSpeed ZeRO stage: 0, 1 or 2."""
+    dtype: DType = DType.bf16
+    """fp32, or bf16 weights and activations with fp32 masters."""
+    activation_checkpointing: Checkpointing = Checkpointing.none
+    """none, or full: each block's inside is computed again in backward."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 3e-3
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay, on tensors of two or more dimensions only (not on norms)."""
+    clip_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down; each expert counts once. 0 = no clipping."""
+    schedule: ScheduleKind = ScheduleKind.cosine
+    """cosine to min_lr_ratio at the last step, or constant; both after a linear warm-up."""
+    warmup_steps: int = 20
+    """Step s of the warm-up (from 1) has lr · s / warmup_steps."""
+    min_lr_ratio: float = 0.1
+    """End of the cosine as a share of lr."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    """The loop."""
+
+    max_steps: int = 200
+    """Optimizer steps of the whole run."""
+    batch_size: int = 32
+    """Sequences per optimizer step, over all ranks and micro-batches: the same in every layout."""
+    accumulation: int = 1
+    """Micro-steps per optimizer step; ranks × accumulation divides batch_size."""
+    seed: int = 0
+    """Seeds initial weights, data order and every generator."""
+    save_every: int = 100
+    """Steps between checkpoints; the last step is always saved. 0 = only the last."""
+    eval_every: int = 0
+    """Steps between held-out evaluations; 0 = only at the end."""
+    eval_batches: int = 8
+    """Batches of batch_size sequences per domain and evaluation (fewer if the held-out text is shorter). 0 = none."""
+    resume: str = "auto"
+    """auto: go on from the newest checkpoint of run.dir if there is one; never; or the path of a checkpoint folder."""
+    sample_tokens: int = 64
+    """Length of the text generated after the last step. 0 = none."""
+    sample_prompt: str = "def "
+    """What the generated text begins with."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunSection:
+    """Where the run leaves its traces."""
+
+    dir: str | None = None
+    """Run folder; runs/<recipe>-<time> when null."""
