@@ -4,7 +4,12 @@ Layout with W ranks and expert-parallel size P: rank r has ep_rank r mod P (expe
 edp_rank r div P (ranks that hold the same experts). Dense parameters are replicated on all W ranks.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +37,11 @@ class Mesh:
     def data_size(self) -> int:
         """Ranks with different samples."""
         return self.world_size
+
+    def close(self) -> None:
+        """Give back the groups that build_mesh made; the default group stays."""
+        for group in (self.expert_group, self.expert_data_group):
+            dist.destroy_process_group(group)
 
 
 def build_mesh(*, expert_size: int, device: torch.device) -> Mesh:
@@ -69,3 +79,23 @@ def build_mesh(*, expert_size: int, device: torch.device) -> Mesh:
         expert_data_group=expert_data_group,
         device=device,
     )
+
+
+@contextmanager
+def process_group(*, collective: str, rank: int, world_size: int) -> Iterator[None]:
+    """The default process group of this job, for the length of the block.
+
+    Rendezvous is at MASTER_ADDR:MASTER_PORT; a single rank needs none. Under gloo on one machine the traffic is bound to
+    the loopback interface: it is not authenticated, and a container's own host name often does not resolve.
+    """
+    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timedelta(minutes=30)}
+    if world_size == 1:
+        options["store"] = dist.HashStore()
+    local = world_size == 1 or os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
+    if collective == "gloo" and local and os.path.isdir("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(collective, **options)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,56 @@
+"""From the whole model on meta to this rank's part of it (on the data path, between model and engine)."""
+
+import torch
+
+from backends.config import OpsConfig
+from dispatch.build import build_dispatcher
+from dispatch.config import DispatchConfig
+from moe.model.config import ModelConfig, MoEConfig
+from moe.model.experts import Experts
+from moe.model.init import initialise
+from moe.model.layer import MoELayer
+from moe.model.transformer import Transformer
+from moe.train.config import DType
+from moe.train.mesh import Mesh
+
+
+def parallelize(model: Transformer, *, mesh: Mesh, dispatch: DispatchConfig, ops: OpsConfig) -> Transformer:
+    """Keep this rank's experts and install a dispatcher in every MoE layer, in place; the model may be on meta."""
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            dispatcher = build_dispatcher(dispatch, num_experts=layer.num_experts, group=mesh.expert_group)
+            whole = layer.experts
+            layer.dispatcher = dispatcher
+            with torch.device(whole.w1.device):
+                layer.experts = Experts(
+                    len(dispatcher.local_expert_ids),
+                    whole.w1.shape[2],
+                    whole.w1.shape[1],
+                    implementation=ops.grouped_gemm,
+                )
+    return model
+
+
+def build_model(
+    model: ModelConfig,
+    moe: MoEConfig,
+    *,
+    mesh: Mesh,
+    dispatch: DispatchConfig,
+    ops: OpsConfig,
+    seed: int,
+    dtype: torch.dtype,
+    checkpoint_blocks: bool,
+) -> Transformer:
+    """Build on meta, keep this rank's part, materialise it on the mesh's device with layout-independent weights."""
+    with torch.device("meta"):
+        whole = Transformer(model, moe)
+    part = parallelize(whole, mesh=mesh, dispatch=dispatch, ops=ops)
+    initialise(part, seed=seed, device=mesh.device, dtype=dtype)
+    part.checkpoint_blocks = checkpoint_blocks
+    return part
+
+
+def weight_dtype(dtype: DType) -> torch.dtype:
+    """The torch dtype of the weights that a forward pass uses."""
+    return {DType.fp32: torch.float32, DType.bf16: torch.bfloat16}[dtype]

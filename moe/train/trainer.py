@@ -1,0 +1,228 @@
+"""The loop: steps, held-out losses, checkpoints, and a stop on request (where the data path ends)."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from backends.device import Backend
+from moe.data.loader import HeldoutData, TrainingData, sample_index_for
+from moe.diagnostics.load import max_vio
+from moe.diagnostics.progress import Progress
+from moe.diagnostics.record import EvalRecord, StepRecord
+from moe.diagnostics.store import MetricsStore
+from moe.errors import CheckpointError, NumericError, StopRun
+from moe.model.batch import TokenBatch
+from moe.model.config import MoEConfig
+from moe.train.checkpoint import TrainState, checkpoint_path, find_checkpoints, latest_checkpoint
+from moe.train.checkpoint import load_checkpoint, save_checkpoint
+from moe.train.config import OptimConfig, TrainerConfig
+from moe.train.engine import Engine
+from moe.train.mesh import Mesh
+from moe.train.objective import count_tokens
+from moe.train.optim import learning_rate
+from moe.train.step import StepResult, count_step, moe_layers, run_step
+from moe.train.stop import StopFlag
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Trains one model to trainer.max_steps, or until asked to stop.
+
+    Only rank 0 has a store and a progress line.
+    """
+
+    run_dir: Path
+    mesh: Mesh
+    backend: Backend
+    engine: Engine
+    training_data: TrainingData
+    heldout_data: HeldoutData
+    trainer: TrainerConfig
+    optim: OptimConfig
+    moe: MoEConfig
+    training_flops_per_token: float
+    fingerprints: Mapping[str, Any]
+    stop: StopFlag
+    store: MetricsStore | None
+    progress: Progress | None
+    step: int = 0
+    """Optimizer steps done."""
+    heldout_losses: dict[str, float] = field(default_factory=dict)
+    """Newest held-out loss per domain, nats per token."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where this run keeps its checkpoints."""
+        return self.run_dir / "checkpoints"
+
+    def fit(self) -> None:
+        """Train to the last step, then evaluate and save.
+
+        Raises StopRun after a stop on request (a checkpoint is there), NumericError when loss or gradients are not
+        finite (nothing of that step was applied), CheckpointError when one cannot be written.
+        """
+        while self.step < self.trainer.max_steps:
+            batches = self._batches(self.step)
+            counts, stopping = count_step(batches, mesh=self.mesh, stop_requested=self.stop.requested)
+            if stopping:
+                self._stop()
+            started = time.perf_counter()
+            lr = learning_rate(self.step + 1, self.optim, self.trainer.max_steps)
+            result = run_step(self.engine, batches, counts, mesh=self.mesh, moe=self.moe, lr=lr)
+            self.backend.synchronize()
+            self.step += 1
+            self._record(result, lr, time.perf_counter() - started)
+            if not result.outcome.applied:
+                raise NumericError(
+                    f"step {self.step}: the gradient norm is {result.outcome.grad_norm} (language loss {result.lm_loss}); "
+                    "no weight was changed. Go on from the newest checkpoint with a lower optim.lr, or with engine.dtype=fp32"
+                )
+            last = self.step == self.trainer.max_steps
+            if last or (self.trainer.eval_every and self.step % self.trainer.eval_every == 0):
+                self.evaluate()
+            if last or (self.trainer.save_every and self.step % self.trainer.save_every == 0):
+                self.save()
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out loss per domain, nats per token over all ranks (collective). Leaves no trace in the training state."""
+        module = self.engine.module
+        module.eval()
+        rows = self.trainer.batch_size // self.trainer.accumulation
+        losses: dict[str, float] = {}
+        with torch.no_grad():
+            for domain in self.heldout_data.domains if self.trainer.eval_batches else ():
+                sums = torch.zeros(2, device=self.mesh.device)
+                for number, batch in enumerate(self.heldout_data.batches(domain, rows)):
+                    if number == self.trainer.eval_batches * self.trainer.accumulation:
+                        break
+                    own = self._rank_part(batch)
+                    sums += torch.stack([module(own).lm_loss_sum, sums.new_tensor(count_tokens([own]).labelled_tokens)])
+                dist.all_reduce(sums, group=self.mesh.data_group)
+                loss_sum, tokens = sums.tolist()
+                losses[domain] = loss_sum / max(tokens, 1)
+                if self.store is not None:
+                    self.store.write_eval(EvalRecord(step=self.step, domain=domain, lm_loss=losses[domain], num_tokens=int(tokens)))
+        module.train()
+        if self.progress is not None and losses:
+            shown = ", ".join(f"{domain} {loss:.3f}" for domain, loss in losses.items())
+            self.progress.message(f"step {self.step}: held-out loss {shown} nats per token")
+        self.heldout_losses = losses
+        return losses
+
+    def save(self) -> None:
+        """Write a checkpoint of this step (collective)."""
+        state = TrainState(
+            step=self.step, next_sample=self.step * self.trainer.batch_size, fingerprints=self.fingerprints
+        )
+        path = save_checkpoint(self.checkpoints, state, engine=self.engine, mesh=self.mesh, backend=self.backend)
+        if self.progress is not None:
+            self.progress.message(f"step {self.step}: saved {path}")
+
+    def resume(self) -> None:
+        """Go on from the checkpoint that trainer.resume asks for, if there is one (collective).
+
+        Raises CheckpointError when it cannot be loaded, or when going on would meet checkpoints already in the run
+        folder, which are never written over.
+        """
+        source = self.resume_source()
+        existing = find_checkpoints(self.checkpoints)
+        start = 0
+        if source is not None:
+            state = load_checkpoint(
+                source, engine=self.engine, mesh=self.mesh, backend=self.backend, fingerprints=self.fingerprints
+            )
+            if state.next_sample != state.step * self.trainer.batch_size:
+                raise CheckpointError(
+                    f"{source} was written with another trainer.batch_size ({state.next_sample // max(state.step, 1)}, "
+                    f"now {self.trainer.batch_size}); the data position would not be the same: restore it"
+                )
+            start = state.step
+        newer = [path for path in existing if path > checkpoint_path(self.checkpoints, start)]
+        if newer:
+            raise CheckpointError(
+                f"{self.checkpoints} holds {newer[-1].name}, which a run from step {start} would have to write over; "
+                "choose trainer.resume=auto, or another run.dir"
+            )
+        self.step = start
+        if self.progress is not None and source is not None:
+            self.progress.message(f"resumed from {source}: step {start} of {self.trainer.max_steps}")
+
+    def resume_source(self) -> Path | None:
+        """The checkpoint folder that trainer.resume means; None to start anew."""
+        match self.trainer.resume:
+            case "never":
+                return None
+            case "auto":
+                return latest_checkpoint(self.checkpoints)
+            case path:
+                return Path(path)
+
+    def _stop(self) -> None:
+        if self.step and not checkpoint_path(self.checkpoints, self.step).exists():
+            self.save()
+        reason = f"{self.stop.signal_name} came" if self.stop.signal_name else "another rank was asked to stop"
+        raise StopRun(f"{reason}: stopped after step {self.step} of {self.trainer.max_steps}; start again to go on")
+
+    def _batches(self, step: int) -> list[TokenBatch]:
+        """This rank's micro-batches of a step."""
+        batches = []
+        for micro_step in range(self.trainer.accumulation):
+            rows = sample_index_for(
+                step,
+                micro_step,
+                self.mesh.rank,
+                batch_size=self.trainer.batch_size,
+                accumulation=self.trainer.accumulation,
+                world_size=self.mesh.data_size,
+            )
+            batch = self.training_data.batch(rows.start, len(rows))
+            batches.append(TokenBatch(*(tensor.to(self.mesh.device) for tensor in batch)))
+        return batches
+
+    def _rank_part(self, batch: TokenBatch) -> TokenBatch:
+        """This rank's equal part of the rows."""
+        rows = batch.input_ids_BS.shape[0] // self.mesh.data_size
+        start = self.mesh.rank * rows
+        return TokenBatch(*(tensor[start : start + rows].to(self.mesh.device) for tensor in batch))
+
+    def _record(self, result: StepResult, lr: float, seconds: float) -> None:
+        """Hand the step to store and progress line (collective: the memory of the fullest rank)."""
+        memory = torch.tensor(self.backend.memory_bytes(), dtype=torch.int64, device=self.mesh.device)
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX, group=self.mesh.data_group)
+        if self.store is None or self.progress is None:
+            return
+        counts_LE = result.sums.tokens_per_expert_LE.cpu().numpy()
+        dropped, picks = int(result.sums.dropped_per_expert_LE.sum()), int(counts_LE.sum())
+        biases = [layer.router.expert_bias for layer in moe_layers(self.engine.module) if self.moe.expert_bias_rate]
+        layers = [max_vio(row) for row in counts_LE]
+        tokens_per_second = result.counts.valid_tokens / seconds
+        record = StepRecord(
+            step=self.step,
+            lm_loss=result.lm_loss,
+            balance_loss=result.balance_loss,
+            z_loss=result.z_loss,
+            total_loss=result.total_loss(self.moe),
+            grad_norm=result.outcome.grad_norm,
+            lr=lr,
+            num_tokens=result.counts.labelled_tokens,
+            num_routed_tokens=result.counts.valid_tokens,
+            step_seconds=seconds,
+            tokens_per_second=tokens_per_second,
+            model_flops_per_second=tokens_per_second * self.training_flops_per_token,
+            memory_bytes=int(memory),
+            max_vio=float(np.mean(layers)) if layers else None,
+            max_vio_layers=layers,
+            drop_rate=dropped / picks if picks else None,
+            router_entropy=result.router_entropy,
+            max_router_logit=float(result.sums.max_logit) if layers else None,
+            expert_bias_range=max((float(bias.max() - bias.min()) for bias in biases), default=None),
+            tokens_per_expert_LE=counts_LE,
+        )
+        self.store.write_step(record)
+        self.progress.update(record)
