@@ -1,7 +1,7 @@
 """How a run may end: exit codes, and the errors that carry them. At the bottom of the import order, and torch-free.
 
-An error raised for one of these reasons ends the process with its code, so that a scheduler or a script can tell a wrong
-recipe (do not try again) from a stop on request (start again, go on from the checkpoint).
+An error raised for one of these reasons ends the process with its code, so that a scheduler or a script can tell a
+wrong recipe (do not try again) from a stop on request (start again, go on from the checkpoint).
 """
 
 from enum import IntEnum
@@ -62,3 +62,17 @@ class StopRun(SwitchyardError):
     """Not a fault: the run was asked to stop, has saved, and should be started again."""
 
     exit_code = ExitCode.restart
+
+
+_STEP_ATTRIBUTE = "switchyard_step"
+
+
+def note_step(error: BaseException, step: int) -> None:
+    """Remember on an error the optimizer step (from 1) at which it arose, for its crash record; the first note stays."""
+    if not hasattr(error, _STEP_ATTRIBUTE):
+        setattr(error, _STEP_ATTRIBUTE, step)
+
+
+def step_of(error: BaseException) -> int | None:
+    """The step that `note_step` left on an error, or None."""
+    return getattr(error, _STEP_ATTRIBUTE, None)
