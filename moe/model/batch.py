@@ -19,4 +19,4 @@ class TokenBatch(NamedTuple):
     positions_BS: Tensor
     """Position inside the document: 0 at each document's first token."""
     document_ids_BS: Tensor
-    """Which document of the row a token belongs to (0, 1, …), or PADDING_DOCUMENT. Attention stays inside a document."""
+    """Which document of the row a token belongs to (0, 1, …), or PADDING_DOCUMENT. Attention stays inside."""

@@ -1,4 +1,4 @@
-"""What the model is made of: plain dataclasses that `moe.config` composes. Torch-free, so that a recipe is refused fast."""
+"""What the model is made of: plain dataclasses that `moe.config` composes. Torch-free: a recipe is refused fast."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -61,18 +61,18 @@ class MoEConfig:
     moe_intermediate_size: int = 256
     """Width F of a routed expert's SwiGLU."""
     num_shared_experts: int = 0
-    """Experts that see every token; together one SwiGLU of width num_shared_experts × moe_intermediate_size."""
+    """Experts that see every token; together one SwiGLU, num_shared_experts times as wide as a routed one."""
     router: RouterKind = RouterKind.softmax
-    """softmax: probabilities over all experts, then top-k. sigmoid: scores in (0, 1), selection by score + expert bias."""
+    """softmax: probabilities over all experts, then top-k. sigmoid: scores in (0, 1), choice by score + expert bias."""
     normalize_topk: bool = True
     """Divide the K weights by their sum. Refused with top_k=1, where it would cut the router off from the task."""
     routed_scale: float = 1.0
     """Factor on the combine weights, after normalisation."""
     load_balancing_coef: float = 0.01
-    """Coefficient of the load-balancing loss (unit convention: 1.0 at perfect balance, mean over MoE layers). 0 = none."""
+    """Coefficient of the load-balancing loss (1.0 at perfect balance, mean over MoE layers). 0 = none."""
     balance_scope: BalanceScope = BalanceScope.batch
-    """batch: fractions over all tokens of one micro-step on all ranks. sequence: per packed row, then token-weighted mean."""
+    """batch: fractions over all tokens of one micro-step on all ranks. sequence: per packed row, then the mean by tokens."""
     router_z_coef: float = 0.0
     """Coefficient of the mean squared logsumexp of router logits (mean over MoE layers). 0 = none."""
     expert_bias_rate: float = 0.0
-    """Step of the sign update of the selection bias, once per optimizer step; router=sigmoid only. 0 = no bias update."""
+    """Step of the sign update of the selection bias, once per optimizer step; router=sigmoid only. 0 = no update."""

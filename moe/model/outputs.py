@@ -1,4 +1,4 @@
-"""What a forward pass returns beside activations. Tensors only (activation checkpointing and engines pass them through).
+"""What a forward pass returns beside activations. Tensors only: checkpointing and engines pass them through.
 
 Legend: L MoE layers, B rows, E experts. Everything counts valid (non-padding) tokens only and is a *sum* over this
 rank's micro-batch: whoever needs a mean divides by a global count, so the layout cannot matter.
@@ -15,7 +15,7 @@ class RouterStats(NamedTuple):
     tokens_per_expert_BE: Tensor
     """int64: picks of each expert, before any drop. Sums to (valid tokens) · K."""
     router_probs_sum_BE: Tensor
-    """fp32, differentiable: Σ over valid tokens of the probabilities used by the load-balancing loss (each token's sum to 1)."""
+    """fp32, differentiable: Σ over valid tokens of the load-balancing loss's probabilities (each token's sum to 1)."""
     z_sum: Tensor
     """fp32 scalar, differentiable: Σ logsumexp(logits)²."""
     entropy_sum: Tensor

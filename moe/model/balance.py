@@ -1,0 +1,58 @@
+"""Balance of load between experts, as pure functions: beside the token path, on what the router returned.
+
+Legend: ... any leading dims (layers), B rows, E experts, T tokens.
+
+All losses are *sums*: divide by the valid tokens of the whole step for the mean. Unit convention: the mean is 1.0 when
+load and probabilities are even, at most E when all goes to one expert. (Others scale by K: Hugging Face's value is ours
+times K.) One value per layer, never logits of several layers pooled: pooled layers cancel out.
+"""
+
+import torch
+from torch import Tensor
+
+
+def balance_sum_batch(probs_sum_E: Tensor, tokens_per_expert_E: Tensor, num_tokens: int | Tensor, top_k: int) -> Tensor:
+    """Load-balancing loss with fractions over a whole micro-step: E · Σ_i f_i · (Σ_local tokens p_ti), [...] fp32.
+
+    probs_sum_E: [..., E] fp32, Σ of probabilities over *this rank's* valid tokens; the gradient flows through it alone.
+    tokens_per_expert_E: [..., E] int64, picks over *all ranks* of the micro-step. num_tokens: valid tokens likewise.
+    The results of all ranks add up to the loss of the joint batch, so their gradients do too. 0 without tokens.
+
+    Source: Fedus et al. 2021, "Switch Transformers", equations 4 to 6, with K picks a token.
+    """
+    picks = torch.as_tensor(num_tokens, device=probs_sum_E.device).clamp(min=1) * top_k
+    fraction_E = tokens_per_expert_E.float() / picks
+    return tokens_per_expert_E.shape[-1] * (fraction_E * probs_sum_E).sum(-1)
+
+
+def balance_sum_sequence(probs_sum_BE: Tensor, tokens_per_expert_BE: Tensor, top_k: int) -> Tensor:
+    """Load-balancing loss with fractions per row: Σ_rows tokens_row · (E · Σ_i f_i^row · P_i^row), [...] fp32.
+
+    probs_sum_BE: [..., B, E] fp32. tokens_per_expert_BE: [..., B, E] int64. Rows without valid tokens give 0.
+
+    Source: DeepSeek-V3 technical report, equations 17 to 20 (there per sequence, without the token weight).
+    """
+    num_tokens_B = tokens_per_expert_BE.sum(-1) // top_k
+    return balance_sum_batch(probs_sum_BE, tokens_per_expert_BE, num_tokens_B[..., None], top_k).sum(-1)
+
+
+def z_sum(logits_TE: Tensor, valid_T: Tensor) -> Tensor:
+    """Σ over valid tokens of logsumexp(logits)², fp32 scalar: keeps router logits small.
+
+    Source: Zoph et al. 2022, "ST-MoE", equation 5.
+    """
+    return (logits_TE.logsumexp(-1).square() * valid_T).sum()
+
+
+@torch.no_grad()
+def expert_bias_update(expert_bias_E: Tensor, tokens_per_expert_E: Tensor, rate: float) -> None:
+    """Move the selection bias of every expert by `rate` towards even load, in place: bias += rate · sign(mean − load).
+
+    expert_bias_E: fp32; the same storage afterwards, since a checkpoint may hold it. tokens_per_expert_E: exact int64
+    picks of the whole optimizer step, summed over all ranks and micro-batches. Call once per applied optimizer step.
+
+    Source: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", algorithm 1.
+    """
+    # sign(mean − load) without a division, so that no rounding can turn an even load into a move.
+    difference_E = tokens_per_expert_E.sum() - tokens_per_expert_E * tokens_per_expert_E.shape[-1]
+    expert_bias_E.add_(difference_E.sign(), alpha=rate)

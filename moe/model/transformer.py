@@ -1,0 +1,120 @@
+"""The decoder: the whole token path, from ids to loss.
+
+Legend: B rows, S tokens of a row, D hidden, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe.model.attention import Attention, document_mask, head_dim
+from moe.model.batch import PADDING_DOCUMENT, TokenBatch
+from moe.model.config import ModelConfig, MoEConfig
+from moe.model.experts import SwiGLU
+from moe.model.layer import MoELayer
+from moe.model.loss import lm_loss_sum
+from moe.model.norm import RMSNorm
+from moe.model.outputs import ModelOutput, RouterStats
+from moe.model.rope import RotaryAngles, rotary_angles
+
+
+class BlockContext(NamedTuple):
+    """What every block needs beside the residual stream: made from the batch alone, so any part of the model can."""
+
+    attention_mask_B1SS: Tensor
+    angles: RotaryAngles
+    valid_BS: Tensor
+    """bool, False for padding."""
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)); the feed-forward is either `mlp` (dense) or `moe`."""
+
+    def __init__(self, model: ModelConfig, moe: MoEConfig, *, layer_index: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
+        self.attention = Attention(model)
+        self.ffn_norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
+        self.mlp: SwiGLU | None = None
+        self.moe: MoELayer | None = None
+        if layer_index < model.num_dense_layers:
+            self.mlp = SwiGLU(model.hidden_size, model.intermediate_size)
+        else:
+            self.moe = MoELayer(model.hidden_size, moe, layer_index=layer_index)
+
+    def forward(self, x_BSD: Tensor, context: BlockContext) -> tuple[Tensor, RouterStats | None]:
+        """Residual stream in, residual stream and this layer's router stats out (None for a dense block)."""
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), context.attention_mask_B1SS, context.angles)
+        inner_BSD = self.ffn_norm(x_BSD)
+        if self.moe is None:
+            assert self.mlp is not None
+            return x_BSD + self.mlp(inner_BSD), None
+        y_BSD, stats = self.moe(inner_BSD, context.valid_BS)
+        return x_BSD + y_BSD, stats
+
+
+class Transformer(nn.Module):
+    """A decoder of dense blocks followed by sparse ones. Build it under `torch.device("meta")`, then `init.initialise`.
+
+    The residual stream has the dtype of the weights; norms, router, rotary angles and loss are fp32 inside. With
+    `model.tie_embeddings` the head is the embedding's weight, one parameter under one name.
+    """
+
+    def __init__(self, model: ModelConfig, moe: MoEConfig) -> None:
+        super().__init__()
+        self.model_config = model
+        self.moe_config = moe
+        self.checkpoint_blocks = False
+        """Whether backward computes each block's inside again instead of keeping it."""
+        self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.layers = nn.ModuleList(Block(model, moe, layer_index=index) for index in range(model.num_layers))
+        self.norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
+        self.head = None if model.tie_embeddings else nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+
+    def moe_layers(self) -> list[MoELayer]:
+        """The sparse layers in order: entry i belongs to row i of the stacked RouterStats."""
+        return [module for module in self.modules() if isinstance(module, MoELayer)]
+
+    def block_context(self, batch: TokenBatch) -> BlockContext:
+        """Mask, rotary angles and padding of a batch, made once and shared by all blocks."""
+        return BlockContext(
+            attention_mask_B1SS=document_mask(batch.document_ids_BS),
+            angles=rotary_angles(
+                batch.positions_BS, head_dim=head_dim(self.model_config), theta=self.model_config.rope_theta
+            ),
+            valid_BS=batch.document_ids_BS != PADDING_DOCUMENT,
+        )
+
+    def hidden(self, batch: TokenBatch) -> tuple[Tensor, RouterStats | None]:
+        """The residual stream after the last block, [B, S, D], and the stats of all sparse layers, stacked to [L, …]."""
+        context = self.block_context(batch)
+        x_BSD = self.embed(batch.input_ids_BS)
+        stats: list[RouterStats] = []
+        for block in self.layers:
+            if self.checkpoint_blocks and torch.is_grad_enabled():
+                x_BSD, block_stats = checkpoint(block, x_BSD, context, use_reentrant=False)
+            else:
+                x_BSD, block_stats = block(x_BSD, context)
+            if block_stats is not None:
+                stats.append(block_stats)
+        return x_BSD, RouterStats(*map(torch.stack, zip(*stats, strict=True))) if stats else None
+
+    def project(self, x_D: Tensor) -> Tensor:
+        """Final norm and head: [..., D] -> [..., V] fp32. The product itself runs in the weights' dtype."""
+        weight_VD = self.embed.weight if self.head is None else self.head.weight
+        return F.linear(self.norm(x_D), weight_VD).float()
+
+    def logits(self, batch: TokenBatch) -> Tensor:
+        """Scores of every next token, [B, S, V] fp32."""
+        return self.project(self.hidden(batch)[0])
+
+    def forward(self, batch: TokenBatch) -> ModelOutput:
+        """Loss and router sums of this rank's micro-batch. Collective under expert parallelism.
+
+        Raises NumericError when a router's logits are not finite.
+        """
+        x_BSD, stats = self.hidden(batch)
+        return ModelOutput(lm_loss_sum=lm_loss_sum(self.project(x_BSD), batch.labels_BS), router=stats)
