@@ -1,0 +1,120 @@
+"""What one optimizer step, and one evaluation, leave behind (on the data path, after the engine's step). Torch-free.
+
+Every figure is of valid tokens only and already summed over all ranks and micro-batches: a record means the same in
+every layout. The names here are the names in metrics.jsonl and eval.jsonl.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+Json = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepRecord:
+    """One optimizer step. Fields about experts are None (or empty) in a model without MoE layers."""
+
+    step: int
+    """Steps taken, this one included: the first record has 1."""
+    lm_loss: float
+    """Mean cross-entropy per labelled token, nats. Balance and z-loss are never inside it."""
+    balance_loss: float | None = None
+    """Load-balancing loss before its coefficient, unit convention (1 = even), mean over MoE layers."""
+    z_loss: float | None = None
+    """Router z-loss before its coefficient: mean squared logsumexp, mean over MoE layers."""
+    total_loss: float
+    """The objective: lm_loss plus the router losses times their coefficients."""
+    grad_norm: float
+    """Global L2 norm before clipping; inf or NaN when the step was refused."""
+    applied: bool = True
+    """False when the gradient was not finite, so that no rank changed anything."""
+    lr: float
+    """Learning rate of this step."""
+    num_tokens: int
+    """Labelled tokens of the step, over all ranks."""
+    num_routed_tokens: int
+    """Valid (non-padding) tokens of the step, over all ranks: those that routers saw."""
+    step_seconds: float
+    """Wall time of the step."""
+    tokens_per_second: float
+    """num_routed_tokens / step_seconds, over all ranks."""
+    model_flops_per_second: float | None = None
+    """Model FLOP/s over all ranks: what the mathematics needs, active experts only, no recomputation."""
+    memory_bytes: int | None = None
+    """Peak memory of a process, largest over ranks."""
+    max_vio: float | None = None
+    """Mean of max_vio_layers."""
+    max_vio_layers: tuple[float, ...] = ()
+    """Batch MaxVio of each MoE layer: `load.max_vio(tokens_per_expert_LE)`."""
+    drop_rate: float | None = None
+    """Picks not served because of capacity, as a share of all picks of all layers."""
+    drop_rate_layers: tuple[float, ...] = ()
+    """The same of each MoE layer; may stay empty when nothing can be dropped."""
+    entropy: float | None = None
+    """Mean entropy of a token's router probabilities, nats, mean over MoE layers."""
+    expert_bias_range: float | None = None
+    """Largest minus smallest selection bias, largest over layers; None without bias balancing."""
+    tokens_per_expert_LE: NDArray[np.int64] | None = field(default=None, repr=False)
+    """Picks per MoE layer and expert before drops, over all ranks. Kept in load/, not in metrics.jsonl."""
+
+    def to_json(self) -> Json:
+        """Return the object for metrics.jsonl: all fields but the counts, always valid JSON (see `json_numbers`)."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tokens_per_expert_LE"}
+        return json_numbers(values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRecord:
+    """One held-out evaluation after `step` steps."""
+
+    step: int
+    """Steps taken before it; 0 = before training."""
+    loss: Mapping[str, float]
+    """Domain → mean cross-entropy per labelled token, nats. No router losses inside."""
+    tokens: Mapping[str, int]
+    """Domain → labelled tokens that the mean was taken over."""
+
+    @property
+    def lm_loss(self) -> float:
+        """Mean over the tokens of all domains, nats; NaN without any token."""
+        total = sum(self.tokens.values())
+        # A domain without tokens has no loss (it may be NaN) and no weight.
+        nats = sum(loss * self.tokens[domain] for domain, loss in self.loss.items() if self.tokens[domain])
+        return nats / total if total else math.nan
+
+    def to_json(self) -> Json:
+        """Return the object for eval.jsonl; domains nested under their names."""
+        domains = {
+            domain: json_numbers({"lm_loss": loss, "num_tokens": self.tokens[domain]})
+            for domain, loss in self.loss.items()
+        }
+        total = sum(self.tokens.values())
+        return json_numbers({"step": self.step, "lm_loss": self.lm_loss, "num_tokens": total}) | {"domains": domains}
+
+
+def json_numbers(values: Mapping[str, object]) -> Json:
+    """Return `values` fit for strict JSON: a float that is not finite becomes null, and is named under `nonfinite`.
+
+    `{"grad_norm": inf}` becomes `{"grad_norm": null, "nonfinite": {"grad_norm": "inf"}}`; inside a list the name is
+    `max_vio_layers.3`. So null alone means "does not apply", and any reader of JSON can read the line.
+    """
+    nonfinite: dict[str, str] = {}
+
+    def clean(name: str, value: object) -> object:
+        if isinstance(value, tuple | list):
+            return [clean(f"{name}.{index}", item) for index, item in enumerate(value)]
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, float) and not math.isfinite(value):
+            nonfinite[name] = str(value)
+            return None
+        return value
+
+    result: Json = {name: clean(name, value) for name, value in values.items()}
+    if nonfinite:
+        result["nonfinite"] = nonfinite
+    return result
