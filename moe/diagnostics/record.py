@@ -5,8 +5,8 @@ every layout. The names here are the names in metrics.jsonl and eval.jsonl.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,14 +48,16 @@ class StepRecord:
     """Peak memory of a process, largest over ranks."""
     max_vio: float | None = None
     """Mean of max_vio_layers."""
-    max_vio_layers: tuple[float, ...] = ()
+    max_vio_layers: Sequence[float] = ()
     """Batch MaxVio of each MoE layer: `load.max_vio(tokens_per_expert_LE)`."""
     drop_rate: float | None = None
     """Picks not served because of capacity, as a share of all picks of all layers."""
-    drop_rate_layers: tuple[float, ...] = ()
+    drop_rate_layers: Sequence[float] = ()
     """The same of each MoE layer; may stay empty when nothing can be dropped."""
-    entropy: float | None = None
+    router_entropy: float | None = None
     """Mean entropy of a token's router probabilities, nats, mean over MoE layers."""
+    max_router_logit: float | None = None
+    """Largest |router logit| of any token in any layer."""
     expert_bias_range: float | None = None
     """Largest minus smallest selection bias, largest over layers; None without bias balancing."""
     tokens_per_expert_LE: NDArray[np.int64] | None = field(default=None, repr=False)
@@ -69,31 +71,20 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
-    """One held-out evaluation after `step` steps."""
+    """The held-out loss of one domain after `step` steps."""
 
     step: int
     """Steps taken before it; 0 = before training."""
-    loss: Mapping[str, float]
-    """Domain → mean cross-entropy per labelled token, nats. No router losses inside."""
-    tokens: Mapping[str, int]
-    """Domain → labelled tokens that the mean was taken over."""
-
-    @property
-    def lm_loss(self) -> float:
-        """Mean over the tokens of all domains, nats; NaN without any token."""
-        total = sum(self.tokens.values())
-        # A domain without tokens has no loss (it may be NaN) and no weight.
-        nats = sum(loss * self.tokens[domain] for domain, loss in self.loss.items() if self.tokens[domain])
-        return nats / total if total else math.nan
+    domain: str
+    """Tag of the held-out text."""
+    lm_loss: float
+    """Mean cross-entropy per labelled token, nats. No router losses inside."""
+    num_tokens: int
+    """Labelled tokens that the mean was taken over."""
 
     def to_json(self) -> Json:
-        """Return the object for eval.jsonl; domains nested under their names."""
-        domains = {
-            domain: json_numbers({"lm_loss": loss, "num_tokens": self.tokens[domain]})
-            for domain, loss in self.loss.items()
-        }
-        total = sum(self.tokens.values())
-        return json_numbers({"step": self.step, "lm_loss": self.lm_loss, "num_tokens": total}) | {"domains": domains}
+        """Return the object for eval.jsonl, always valid JSON."""
+        return json_numbers(asdict(self))
 
 
 def json_numbers(values: Mapping[str, object]) -> Json:

@@ -1,7 +1,7 @@
 """The run folder's record of what happened (on the data path, at the end of a step; rank 0 alone). Torch-free.
 
     metrics.jsonl    one object a training step (`StepRecord`)
-    eval.jsonl       one object an evaluation (`EvalRecord`)
+    eval.jsonl       one object a domain and evaluation (`EvalRecord`)
     load/            picks per step, MoE layer and expert: meta.json and counts.bin (`LoadLayout`)
     status.json      how far the run is meant to go, and how it stands
     events/          the same for TensorBoard, when it is installed
@@ -106,7 +106,7 @@ class MetricsStore:
         self._write_status("running")
         self._writer = self._open_tensorboard(tensorboard, purge_step=None if resume_step is None else resume_step + 1)
 
-    def append(self, record: StepRecord) -> None:
+    def write_step(self, record: StepRecord) -> None:
         """Write a step: its line, its counts, its curves. On disk (in the kernel's hands) when this returns."""
         written = self._metrics.append(_json_line(record.to_json()))
         if self._counts is not None and record.tokens_per_expert_LE is not None:
@@ -120,12 +120,11 @@ class MetricsStore:
                 scalars |= {f"max_vio/layer_{i}": v for i, v in zip(layers, record.max_vio_layers, strict=True)}
             self._add_scalars(scalars, record.step)
 
-    def append_eval(self, record: EvalRecord) -> None:
-        """Write an evaluation. Several at the same step (as after a resume) leave the last one for the reader."""
+    def write_eval(self, record: EvalRecord) -> None:
+        """Write an evaluation of a domain. Of two at the same step (as after a resume) the reader sees the last."""
         self._account(self._evaluations.append(_json_line(record.to_json())))
         if self._writer is not None:
-            scalars = {f"eval/{domain}": loss for domain, loss in record.loss.items()}
-            self._add_scalars(scalars | {"eval/lm_loss": record.lm_loss}, record.step)
+            self._add_scalars({f"eval/{record.domain}": record.lm_loss}, record.step)
 
     def close(self) -> None:
         """Flush, write down how the run stands, and say how much was lost, if anything."""
@@ -220,7 +219,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
             f"{run_dir} holds no {METRICS}: it is not a run folder, or the run ended before its first step "
             f"(then {run_dir / 'crash'} says why)"
         )
-    rows = _rows_by_step(path)
+    rows = _rows(path)
     if not rows:
         what = "is empty: the run has not done its first step" if path.stat().st_size == 0 else "has no readable line"
         raise DataError(f"{path} {what}; name another run, or wait for this one")
@@ -228,9 +227,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the objects of eval.jsonl by rising step, one a step (the last written); empty without any."""
+    """Return the objects of eval.jsonl by rising step, one a step and domain (the last written).
+
+    Empty when the run was never evaluated.
+    """
     path = run_dir / EVALUATIONS
-    return _rows_by_step(path) if path.is_file() else []
+    return _rows(path) if path.is_file() else []
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
@@ -374,9 +376,13 @@ def _lines(path: Path) -> Iterator[bytes]:
                 yield line
 
 
-def _rows_by_step(path: Path) -> list[dict[str, Any]]:
-    rows = {row["step"]: _with_nonfinite(row) for row in map(_parse_row, _lines(path)) if row is not None}
-    return [rows[step] for step in sorted(rows)]
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Readable rows by rising step, one a step (and domain, in eval.jsonl): the last written."""
+    rows = {}
+    for row in map(_parse_row, _lines(path)):
+        if row is not None:
+            rows[row["step"], row.get("domain")] = _with_nonfinite(row)
+    return sorted(rows.values(), key=lambda row: row["step"])
 
 
 def _with_nonfinite(row: dict[str, Any]) -> dict[str, Any]:
@@ -391,18 +397,22 @@ def _with_nonfinite(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_lines_after(path: Path, last_step: int) -> None:
-    """Keep the whole lines of rising steps up to `last_step`; the file is replaced only if that changes it."""
+    """Keep the whole lines up to `last_step`, a step (and domain) once; the file is replaced only if that changes it."""
     if not path.is_file():
         return
     temporary = path.with_name(path.name + ".tmp")
-    previous = -1
+    seen: tuple[int, set[object]] = (-1, set())
     # Line by line: the file of a long run need not fit in memory.
     with open(temporary, "wb") as file:
         for line in _lines(path):
             row = _parse_row(line)
-            if row is not None and previous < row["step"] <= last_step:
+            if row is None or not seen[0] <= row["step"] <= last_step:
+                continue
+            if row["step"] > seen[0]:
+                seen = (row["step"], set())
+            if row.get("domain") not in seen[1]:
+                seen[1].add(row.get("domain"))
                 file.write(line)
-                previous = row["step"]
         file.flush()
         os.fsync(file.fileno())
     if temporary.stat().st_size == path.stat().st_size:
