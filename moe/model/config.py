@@ -71,7 +71,7 @@ class MoEConfig:
     load_balancing_coef: float = 0.01
     """Coefficient of the load-balancing loss (1.0 at perfect balance, mean over MoE layers). 0 = none."""
     balance_scope: BalanceScope = BalanceScope.batch
-    """batch: fractions over all tokens of one micro-step on all ranks. sequence: per packed row, then the mean by tokens."""
+    """batch: fractions over one micro-step of all ranks. sequence: per packed row, then their mean by tokens."""
     router_z_coef: float = 0.0
     """Coefficient of the mean squared logsumexp of router logits (mean over MoE layers). 0 = none."""
     expert_bias_rate: float = 0.0

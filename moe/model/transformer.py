@@ -89,7 +89,7 @@ class Transformer(nn.Module):
         )
 
     def hidden(self, batch: TokenBatch) -> tuple[Tensor, RouterStats | None]:
-        """The residual stream after the last block, [B, S, D], and the stats of all sparse layers, stacked to [L, …]."""
+        """The residual stream after the last block, [B, S, D], and the stats of all sparse layers, stacked."""
         context = self.block_context(batch)
         x_BSD = self.embed(batch.input_ids_BS)
         stats: list[RouterStats] = []
