@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 
-def balance_sum_batch(probs_sum_E: Tensor, tokens_per_expert_E: Tensor, num_tokens: int | Tensor, top_k: int) -> Tensor:
+def balance_sum_batch(probs_sum_E: Tensor, tokens_per_expert_E: Tensor, top_k: int) -> Tensor:
     """Load-balancing loss with fractions over a whole micro-step: E · Σ_i f_i · (Σ_local tokens p_ti), [...] fp32.
 
     probs_sum_E: [..., E] fp32, Σ of probabilities over *this rank's* valid tokens; the gradient flows through it alone.
-    tokens_per_expert_E: [..., E] int64, picks over *all ranks* of the micro-step. num_tokens: valid tokens likewise.
+    tokens_per_expert_E: [..., E] int64, picks over *all ranks* of the micro-step: K per valid token, none dropped.
     The results of all ranks add up to the loss of the joint batch, so their gradients do too. 0 without tokens.
 
     Source: Fedus et al. 2021, "Switch Transformers", equations 4 to 6, with K picks a token.
     """
-    picks = torch.as_tensor(num_tokens, device=probs_sum_E.device).clamp(min=1) * top_k
-    fraction_E = tokens_per_expert_E.float() / picks
+    num_tokens = tokens_per_expert_E.sum(-1, keepdim=True) // top_k
+    fraction_E = tokens_per_expert_E / (top_k * num_tokens).clamp(min=1)
     return tokens_per_expert_E.shape[-1] * (fraction_E * probs_sum_E).sum(-1)
 
 
@@ -32,8 +32,8 @@ def balance_sum_sequence(probs_sum_BE: Tensor, tokens_per_expert_BE: Tensor, top
 
     Source: DeepSeek-V3 technical report, equations 17 to 20 (there per sequence, without the token weight).
     """
-    num_tokens_B = tokens_per_expert_BE.sum(-1) // top_k
-    return balance_sum_batch(probs_sum_BE, tokens_per_expert_BE, num_tokens_B[..., None], top_k).sum(-1)
+    # tokens_row · P_row is the row's Σ p, so a row's share is the batch formula on that row alone.
+    return balance_sum_batch(probs_sum_BE, tokens_per_expert_BE, top_k).sum(-1)
 
 
 def z_sum(logits_TE: Tensor, valid_T: Tensor) -> Tensor:

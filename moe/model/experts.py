@@ -34,16 +34,18 @@ class Experts(nn.Module):
     the sharded optimizers reduce gradients in step on all ranks.
     """
 
-    def __init__(self, num_local_experts: int, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(
+        self, num_local_experts: int, hidden_size: int, intermediate_size: int, *, implementation: str = "auto"
+    ) -> None:
+        """implementation: which grouped_gemm runs, auto or a name from the op's table."""
         super().__init__()
+        self.implementation = implementation
         self.w1 = nn.Parameter(torch.empty(num_local_experts, intermediate_size, hidden_size))
         """Gate, [e, F, D]."""
         self.w3 = nn.Parameter(torch.empty(num_local_experts, intermediate_size, hidden_size))
         """Up, [e, F, D]."""
         self.w2 = nn.Parameter(torch.empty(num_local_experts, hidden_size, intermediate_size))
         """Down, [e, D, F]."""
-        self.implementation = "auto"
-        """Which grouped_gemm runs: auto, or a name from the op's table."""
 
     @property
     def num_local_experts(self) -> int:

@@ -29,6 +29,7 @@ class MoELayer(nn.Module):
 
     def __init__(self, hidden_size: int, moe: MoEConfig, *, layer_index: int) -> None:
         super().__init__()
+        self.num_experts = moe.num_experts
         self.layer_index = layer_index
         self.router = Router(hidden_size, moe, layer_index=layer_index)
         self.experts = Experts(moe.num_experts, hidden_size, moe.moe_intermediate_size)
