@@ -15,7 +15,7 @@ class DeviceKind(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class OpsConfig:
-    """Implementation per op: auto, or a name that `switchyard ls ops` shows. A named one that cannot run is an error."""
+    """Implementation per op: auto, or a name that `switchyard ls ops` shows. A named one that cannot run raises."""
 
     grouped_gemm: str = "auto"
     """auto, reference or torch_native."""

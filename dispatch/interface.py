@@ -10,17 +10,22 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 NOT_DISPATCHED = -1
-"""Expert id of a pick that goes nowhere: a padding token, or a pick dropped by capacity. Its share of the output is 0."""
+"""Expert id of a pick that goes nowhere: padding, or dropped by capacity. Its share of the output is 0."""
 
 ExpertFunction = Callable[[Tensor, Tensor], Tensor]
-"""(rows_RD sorted by local expert, tokens_per_local_expert_e int64) -> rows_RD. Called once a chunk, with zero rows too."""
+"""(rows_RD sorted by local expert, tokens_per_local_expert_e int64) -> results_RD.
+
+Called once a chunk, even with zero rows.
+
+Its result must depend on its rows through autograd, so that every rank takes part in the exchange of backward.
+"""
 
 
 class Dispatched(NamedTuple):
     """What the experts of this rank see."""
 
     rows_RD: Tensor
-    """Rows sorted by local expert; inside one expert by source rank, then by token (so that the order is reproducible)."""
+    """Rows sorted by local expert, inside one expert by source rank, token, pick: the order is reproducible."""
     tokens_per_local_expert_e: Tensor
     """int64, sums to R."""
     state: object
@@ -46,7 +51,7 @@ class TokenDispatcher(Protocol):
         ...
 
     def combine(self, rows_RD: Tensor, topk_weights_TK: Tensor, state: object) -> Tensor:
-        """Bring results back: y[t] = Σ_k weight[t, k] · row(t, k), summed in fp32, returned as [T, D] in the rows' dtype.
+        """Bring results back: y[t] = Σ_k weight[t, k] · row(t, k), summed in fp32, as [T, D] in the rows' dtype.
 
         topk_weights_TK: fp32. Differentiable with respect to both.
         """

@@ -1,0 +1,40 @@
+"""Choosing a dispatcher: the explicit list of modes. Called once per model, before the token path exists."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from dispatch.all_to_all import AllToAllDispatcher
+from dispatch.config import DispatchConfig, DispatchMode
+from dispatch.interface import TokenDispatcher
+from dispatch.local import LocalDispatcher
+from dispatch.placement import place_experts
+from dispatch.reference import ReferenceDispatcher
+
+
+def build_dispatcher(
+    config: DispatchConfig,
+    *,
+    num_experts: int,
+    group: dist.ProcessGroup | None,
+    placement: Sequence[int] | None = None,
+) -> TokenDispatcher:
+    """Build the dispatcher of one expert group.
+
+    num_experts: experts in all. group: the ranks that together hold every expert once; None or one rank: nothing to
+    exchange, so `auto` and `all_to_all` are then `local`. placement: rank of each expert; None: contiguous equal split.
+
+    Raises ValueError when there are more ranks than experts, or the mode cannot work on this group.
+    """
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    placed = place_experts(num_experts, num_ranks, placement)
+    if config.mode is DispatchMode.reference:
+        return ReferenceDispatcher(placed, group)
+    if num_ranks == 1 or group is None:
+        return LocalDispatcher(num_experts)
+    if config.mode is DispatchMode.local:
+        raise ValueError(
+            f"dispatch.mode (local) needs every expert on one rank, but the expert group has {num_ranks} ranks; "
+            "choose dispatch.mode=auto or parallel.expert=1"
+        )
+    return AllToAllDispatcher(placed, group)
