@@ -1,0 +1,444 @@
+"""The DeepSpeed engine (end of a step): ZeRO 0, 1 and 2 around our model, our experts and our schedule.
+
+The only file that imports deepspeed, and the only one that leans on its private names. Written and tested against
+0.19.8; each such place says what would make it unnecessary, and tests/train/test_deepspeed_contract.py says at once
+when a name has moved.
+
+Who reduces, clips and updates:
+
+    stage, dtype   gradients accumulate in           reduce, partition        clip        update
+    0 fp32         .grad                             DeepSpeed, all-reduce    here        MasterAdamW
+    0 bf16         fp32 masters' .grad (here)        DeepSpeed, all-reduce    here        MasterAdamW
+    1 fp32         .grad                             DeepSpeed, partitioned   DeepSpeed   AdamW on flat fp32 partitions
+    1 bf16         fp32 buffer (BF16_Optimizer)      DeepSpeed, all-reduce    DeepSpeed   AdamW on flat fp32 partitions
+    2 fp32, bf16   fp32 partition, every micro-step  DeepSpeed, partitioned   DeepSpeed   AdamW on flat fp32 partitions
+"""
+
+import contextlib
+import importlib
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.module_inject import auto_ep_layer
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.utils import groups as deepspeed_groups
+from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from torch import Tensor, nn
+
+from backends.device import Backend
+from moe.model.batch import TokenBatch
+from moe.model.outputs import ModelOutput
+from moe.model.transformer import Transformer
+from moe.train.config import DType, EngineConfig, OptimConfig
+from moe.train.engine import ParameterState, StepOutcome
+from moe.train.mesh import Mesh
+from moe.train.optim import (
+    EXPERT_DECAY,
+    EXPERTS,
+    MasterAdamW,
+    allocate_state,
+    cast_parameters,
+    check_states,
+    clip_coefficient,
+    global_grad_norm,
+    is_expert,
+    parameter_groups,
+)
+
+_BUCKET_ELEMENTS = 1 << 24
+"""Largest bucket of a reduction or a gather. DeepSpeed's default of 5e8 would allocate 2 GB for any model."""
+_NEVER = 10**9
+
+
+class DeepSpeedEngine:
+    """Implements `moe.train.engine.Engine` with a DeepSpeed engine inside.
+
+    Sums: the config asks for `gradient_allreduce_op: sum` and backward runs with `scale_wrt_gas=False`, so DeepSpeed
+    divides by nothing, neither ranks nor micro-batches, and an expert's gradient is summed over its copies. What it
+    holds is the gradient of the sum that the Protocol speaks of; no factor is put in or taken out anywhere.
+    """
+
+    module: Transformer
+
+    def __init__(
+        self,
+        module: Transformer,
+        *,
+        mesh: Mesh,
+        backend: Backend,
+        optim: OptimConfig,
+        engine: EngineConfig,
+        accumulation: int,
+    ) -> None:
+        """Build (collective). module: parallelised and initialised, on mesh.device; cast to engine.dtype here.
+
+        Raises ValueError for another ZeRO stage than 0, 1, 2, or when DeepSpeed is bound to another kind of device.
+        """
+        if engine.zero_stage not in (0, 1, 2):
+            raise ValueError(f"engine.zero_stage ({engine.zero_stage}) must be 0, 1 or 2; choose one of these")
+        cast_parameters(module, engine.dtype)
+        self.module = module
+        self._mesh = mesh
+        self._stage = engine.zero_stage
+        self._clip_norm = optim.clip_norm
+        self._accumulation = accumulation
+        self._micro_batches = 0
+        self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self._foreign_attributes = {p: set(vars(p)) for p in module.parameters()}
+        self._marked: list[tuple[nn.Module, type[nn.Module]]] = []
+        # With one expert-parallel rank every rank holds all experts: replicas like any dense weight, and no marker.
+        self._experts_differ = mesh.expert_size > 1 and any(is_expert(name) for name in self._parameters)
+
+        _prepare_deepspeed(mesh, backend)
+        groups = parameter_groups(module, optim)
+        if self._experts_differ:
+            group_name = _install_expert_groups(mesh)
+            self._marked = _mark_layers(module, mesh, group_name)
+            for group in groups:
+                if group["name"] == EXPERT_DECAY:
+                    # DeepSpeed looks the reduction group up by the name of the parameter group.
+                    group.update(name=group_name, moe=True)
+        self._optimizer: torch.optim.AdamW = _StageZeroAdamW(groups) if self._stage == 0 else torch.optim.AdamW(groups)
+        with _known_warnings():
+            self._engine, _, _, _ = deepspeed.initialize(
+                model=module,
+                optimizer=self._optimizer,
+                config=_deepspeed_config(
+                    optim, engine, accumulation, sum(p.numel() for p in self._parameters.values())
+                ),
+                dist_init_required=False,
+            )
+        # A parameter that gets a gradient on one rank and none on another makes ZeRO mix up its buckets without a word.
+        self._without_gradient: set[str] = set()
+        self._hooks: list[Any] = []
+        if self._stage > 0:
+            allocate_state(self._optimizer)
+            # Private, condition: a public way to read moments before the first step. DeepSpeed links parameters to
+            # moments after the first optimizer step of the *first* group, when the others' moments do not exist yet.
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+            for name, parameter in self._parameters.items():
+                hook = parameter.register_post_accumulate_grad_hook(self._gradient_seen(name))
+                self._hooks.append(hook)
+
+    def _gradient_seen(self, name: str) -> Any:
+        def hook(_: Tensor) -> None:
+            self._without_gradient.discard(name)
+
+        return hook
+
+    def forward(self, batch: TokenBatch) -> ModelOutput:
+        """See `Engine.forward`."""
+        self.module.train()
+        output: ModelOutput = self._engine(batch)
+        return output
+
+    def backward(self, loss: Tensor) -> None:
+        """See `Engine.backward`.
+
+        Raises RuntimeError under ZeRO 1 and 2 when a parameter took no part in the micro-batch on this rank.
+        """
+        assert self._micro_batches < self._accumulation, "step() is due"
+        self._micro_batches += 1
+        # DeepSpeed counts micro-batches in its own step(); we call that once, so we say where the step ends.
+        self._engine.set_gradient_accumulation_boundary(self._micro_batches == self._accumulation)
+        self._without_gradient = set(self._parameters)
+        with _known_warnings():
+            self._engine.backward(loss, scale_wrt_gas=False)
+        if self._stage == 0:
+            assert isinstance(self._optimizer, _StageZeroAdamW)
+            if self._micro_batches < self._accumulation:
+                self._optimizer.accumulate()
+        elif self._without_gradient:
+            raise RuntimeError(
+                f"no gradient reached {sorted(self._without_gradient)} on rank {self._mesh.rank}; under ZeRO every "
+                "parameter must take part in every micro-batch (with a gradient of zeros if it must be), "
+                "use engine.zero_stage=0 or engine.kind=torch for a model where one does not"
+            )
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.gradients`."""
+        assert self._micro_batches == self._accumulation, "gradients are complete after the last micro-batch only"
+        for name, parameter in self._parameters.items():
+            if self._stage == 0:
+                gradient = self._masters.masters[parameter].grad
+            else:
+                gradient = safe_get_full_grad(parameter)
+            assert gradient is not None
+            yield name, gradient
+
+    @property
+    def _masters(self) -> MasterAdamW:
+        """The optimizer of stage 0."""
+        assert isinstance(self._optimizer, MasterAdamW)
+        return self._optimizer
+
+    def step(self, lr: float) -> StepOutcome:
+        """See `Engine.step`."""
+        assert self._micro_batches == self._accumulation, "step() comes after the last micro-batch"
+        self._micro_batches = 0
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if self._stage == 0:
+            return self._step_stage_zero()
+        with _known_warnings():
+            self._engine.step()
+        return StepOutcome(
+            grad_norm=float(self._engine.get_global_grad_norm()), applied=bool(self._engine.was_step_applied())
+        )
+
+    def _step_stage_zero(self) -> StepOutcome:
+        """Clip here: without ZeRO, DeepSpeed averages the ranks' norms although ranks hold different experts."""
+        masters = self._masters
+        gradients = {name: masters.masters[parameter].grad for name, parameter in self._parameters.items()}
+        norm = float(
+            global_grad_norm(
+                [g for name, g in gradients.items() if g is not None and not is_expert(name)],
+                [g for name, g in gradients.items() if g is not None and is_expert(name)],
+                self._mesh.expert_group,
+            )
+        )
+        applied = math.isfinite(norm)
+        if applied:
+            masters.scale_gradients(clip_coefficient(norm, self._clip_norm))
+            with _known_warnings():
+                self._engine.step()
+        masters.clear()
+        return StepOutcome(grad_norm=norm, applied=applied)
+
+    def parameter_states(self) -> Iterator[tuple[str, ParameterState]]:
+        """See `Engine.parameter_states`."""
+        # Every rank has a flat partition in every group, so any of them knows the number of steps.
+        step = int(next(iter(self._optimizer.state.values()))["step"])
+        for name, parameter in self._parameters.items():
+            if self._stage == 0:
+                yield name, self._masters.parameter_state(parameter)
+            else:
+                yield (
+                    name,
+                    ParameterState(
+                        weight=safe_get_full_fp32_param(parameter),
+                        exp_avg=safe_get_full_optimizer_state(parameter, "exp_avg"),
+                        exp_avg_sq=safe_get_full_optimizer_state(parameter, "exp_avg_sq"),
+                        step=step,
+                    ),
+                )
+
+    @torch.no_grad()
+    def load_parameter_states(self, states: Mapping[str, ParameterState]) -> None:
+        """See `Engine.load_parameter_states`."""
+        check_states(self._parameters, states)
+        if self._stage == 0:
+            for name, parameter in self._parameters.items():
+                self._masters.load_parameter_state(parameter, states[name])
+            self._masters.write_back()
+            return
+        for name, parameter in self._parameters.items():
+            saved = states[name]
+            safe_set_full_fp32_param(parameter, saved.weight.to(parameter.device, torch.float32))
+            safe_set_full_optimizer_state(parameter, saved.exp_avg.to(parameter.device, torch.float32), "exp_avg")
+            safe_set_full_optimizer_state(parameter, saved.exp_avg_sq.to(parameter.device, torch.float32), "exp_avg_sq")
+        steps = {saved.step for saved in states.values()}
+        if len(steps) > 1:
+            raise ValueError(
+                f"saved state holds parameters of different steps {sorted(steps)}, but ZeRO keeps one count per group; "
+                "load a state that was saved as a whole"
+            )
+        for state in self._optimizer.state.values():
+            state["step"].fill_(float(next(iter(steps))))
+        with _known_warnings():
+            self._engine.optimizer.update_lp_params()
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._engine.module_forward_pre_hook.remove()
+        self._engine.module_forward_post_hook.remove()
+        with _known_warnings():
+            self._engine.destroy()
+        for layer, own_class in self._marked:
+            layer.__class__ = own_class
+        # ZeRO hangs bound methods and fragments on parameters: cycles that would keep flat buffers alive.
+        for parameter, own in self._foreign_attributes.items():
+            for attribute in set(vars(parameter)) - own:
+                delattr(parameter, attribute)
+            parameter.grad = None
+        if self._experts_differ:
+            _remove_expert_groups(self._mesh)
+        del self._engine, self._optimizer
+
+
+class _StageZeroAdamW(MasterAdamW):
+    """MasterAdamW that DeepSpeed's stage 0 can reduce: it asks `get_grads_for_reduction` instead of reading `.grad`.
+
+    Private hook of 0.19.8 (made for BF16_Optimizer). Condition: stage 0 with `data_types.grad_accum_dtype: fp32`.
+    """
+
+    def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """Gradients of the whole step: (dense, {expert group name: experts}); DeepSpeed reduces them in place."""
+        self.accumulate()
+        dense: list[Tensor] = []
+        experts: dict[str, list[Tensor]] = {}
+        for parameter, master in self.masters.items():
+            assert master.grad is not None
+            group_name = getattr(parameter, "group_name", None)
+            (dense if group_name is None else experts.setdefault(group_name, [])).append(master.grad)
+        return dense, experts
+
+
+def _deepspeed_config(optim: OptimConfig, engine: EngineConfig, accumulation: int, num_elements: int) -> dict[str, Any]:
+    """Everything that matters, explicitly: several defaults would change the mathematics (clipping defaults to 1.0)."""
+    # Even, as the gather's alignment asks.
+    bucket = 2 * max(1, min(_BUCKET_ELEMENTS, num_elements) // 2)
+    bf16 = engine.dtype is DType.bf16 and engine.zero_stage > 0
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only multiplies it into counters that nobody reads
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": optim.clip_norm if engine.zero_stage > 0 else 0.0,
+        "gradient_allreduce_op": "sum",
+        "prescale_gradients": False,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": bf16, "check_grad_overflow": True, "immediate_grad_update": False},
+        "fp16": {"enabled": False},
+        "zero_optimization": {
+            "stage": engine.zero_stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            "round_robin_gradients": False,
+        },
+        "steps_per_print": _NEVER,
+        "wall_clock_breakdown": False,
+    }
+
+
+def _prepare_deepspeed(mesh: Mesh, backend: Backend) -> None:
+    """Bring DeepSpeed's process-wide state into line with ours; safe to repeat."""
+    accelerator = get_accelerator()._name
+    if accelerator != backend.deepspeed_accelerator:
+        raise ValueError(
+            f"deepspeed was imported for device '{accelerator}', but backend.device needs "
+            f"'{backend.deepspeed_accelerator}'; set DS_ACCELERATOR={backend.deepspeed_accelerator} before the start"
+        )
+    # DeepSpeed asks for it even on CPU, where it means nothing.
+    os.environ.setdefault("LOCAL_RANK", str(mesh.device.index or 0))
+    deepspeed_logger.setLevel(logging.ERROR)
+    # Private, condition: BF16_Optimizer reports memory only when asked to. It forces prints and garbage collections.
+    bf16_optimizer.see_memory_usage = _no_memory_report
+    if accelerator == "cpu":
+        # Private, condition: the shared-memory op is built on demand. On CPU it is compiled when communication starts
+        # (a minute, and an error without compiler), and serves inference alone. By name, since the attribute
+        # `deepspeed.comm.torch` is PyTorch itself.
+        vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = _no_shared_memory_op
+    with _known_warnings():
+        deepspeed.init_distributed(
+            dist_backend=backend.collective, auto_mpi_discovery=False, verbose=False, dist_init_required=False
+        )
+    # Private, condition: deepspeed.initialize takes process groups. It clones the world once per process and would keep
+    # the clone of a job that has been torn down.
+    deepspeed_groups._WORLD_GROUP = mesh.data_group
+
+
+def _no_shared_memory_op() -> None:
+    """Stand in for build_shm_op: no op."""
+
+
+def _no_memory_report(message: str, force: bool = False) -> None:
+    """Stand in for see_memory_usage."""
+
+
+def _group_name(mesh: Mesh) -> str:
+    return f"ep_size_{mesh.expert_size}"
+
+
+def _group_tables() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """DeepSpeed's tables of expert groups. Private, condition: deepspeed.initialize takes process groups."""
+    return (
+        deepspeed_groups._EXPERT_PARALLEL_GROUP,
+        deepspeed_groups._EXPERT_PARALLEL_GROUP_RANKS,
+        deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP,
+        deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
+    )
+
+
+def _install_expert_groups(mesh: Mesh) -> str:
+    """Make DeepSpeed use the mesh's own groups, so that layouts cannot disagree; returns their name."""
+    name = _group_name(mesh)
+    entries = (
+        mesh.expert_group,
+        dist.get_process_group_ranks(mesh.expert_group),
+        mesh.expert_data_group,
+        dist.get_process_group_ranks(mesh.expert_data_group),
+    )
+    for table, entry in zip(_group_tables(), entries, strict=True):
+        # Entries of an engine that was never closed belong to another layout.
+        table.clear()
+        table[name] = entry
+    return name
+
+
+def _remove_expert_groups(mesh: Mesh) -> None:
+    for table in _group_tables():
+        table.pop(_group_name(mesh), None)
+
+
+def _keep_own_groups(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """set_deepspeed_parallelism of a marked layer: its groups are the mesh's and stand already."""
+
+
+def _mark_layers(module: nn.Module, mesh: Mesh, group_name: str) -> list[tuple[nn.Module, type[nn.Module]]]:
+    """Make DeepSpeed see our MoE layers as its AutoEP layers, without touching what they do or how they are named.
+
+    DeepSpeed knows layers with experts by class alone. Each layer gets a class made from its own and AutoEPMoELayer:
+    ours comes first, so every method stays ours, and AutoEPMoELayer's constructor never runs. Only `num_experts` is
+    read from such a layer at stages 0 to 2. Returns (layer, its own class).
+    Private, condition: DeepSpeed goes by the parameters' `allreduce` and `group_name` attributes alone.
+    """
+    marked = []
+    for name, experts in list(module.named_modules()):
+        if name.split(".")[-1] != EXPERTS:
+            continue
+        layer = module.get_submodule(name.rpartition(".")[0])
+        own_class = type(layer)
+        namespace = {
+            "__module__": own_class.__module__,
+            "set_deepspeed_parallelism": _keep_own_groups,
+            "num_experts": next(experts.parameters()).shape[0] * mesh.expert_size,
+        }
+        layer.__class__ = type(own_class.__name__, (own_class, auto_ep_layer.AutoEPMoELayer), namespace)
+        for parameter in experts.parameters():
+            vars(parameter).update(allreduce=False, group_name=group_name)
+        marked.append((layer, own_class))
+    return marked
+
+
+@contextlib.contextmanager
+def _known_warnings() -> Iterator[None]:
+    """Silence what DeepSpeed is known to warn about, and nothing else."""
+    with warnings.catch_warnings():
+        # On its first engine DeepSpeed imports its Muon optimizer, whose decorator loads torch's compiler, which still
+        # uses TorchScript (torch 2.13). Condition: a torch without it, or a DeepSpeed that imports Muon when asked for.
+        warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
+        # Renamed in torch 2.13. Condition: a DeepSpeed that calls the new name.
+        warnings.filterwarnings(
+            "ignore", message="`torch.distributed.all_gather_into_tensor` is deprecated", category=FutureWarning
+        )
+        yield
