@@ -68,7 +68,7 @@ _STEP_ATTRIBUTE = "switchyard_step"
 
 
 def note_step(error: BaseException, step: int) -> None:
-    """Remember on an error the optimizer step (from 1) at which it arose, for its crash record; the first note stays."""
+    """Remember on an error the optimizer step (from 1) at which it arose, for its crash record; a first note stays."""
     if not hasattr(error, _STEP_ATTRIBUTE):
         setattr(error, _STEP_ATTRIBUTE, step)
 

@@ -1,0 +1,304 @@
+"""The rules between settings: what types alone cannot refuse. Pure, torch-free; all problems are found at once."""
+
+import math
+from collections.abc import Callable, Iterator
+
+from dispatch.config import DispatchMode
+from moe.data.sources import source_problem
+from moe.model.config import RouterKind
+from moe.schema import Problem, RunConfig
+
+_MAX_SEED = 2**63 - 1
+
+
+def validate(config: RunConfig) -> list[Problem]:
+    """Every rule that this configuration breaks, in the order of the sections. Changes nothing."""
+    problems = [problem for path, rule in _RANGES.items() if (problem := _out_of_range(config, path, *rule))]
+    broken = {problem.path for problem in problems}
+    # A rule between settings says nothing useful about a setting that is already out of its own range.
+    for rule in _RULES:
+        problems += [problem for problem in rule(config) if not broken & {problem.path, *problem.involves}]
+    return problems
+
+
+def value_at(config: RunConfig, path: str) -> object:
+    """The setting at a dotted path."""
+    value: object = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+# One setting by itself: path -> (test, rule, way out). None passes: it means a default derived elsewhere.
+_POSITIVE: tuple[Callable, str, str] = (lambda value: value >= 1, "must be at least 1", "choose 1 or more")
+_NOT_NEGATIVE: tuple[Callable, str, str] = (lambda value: value >= 0, "must not be negative", "choose 0 or more")
+_ABOVE_ZERO: tuple[Callable, str, str] = (lambda value: value > 0, "must be above 0", "choose a positive number")
+_SHARE: tuple[Callable, str, str] = (
+    lambda value: 0 <= value <= 1,
+    "must lie between 0 and 1",
+    "choose a share, as 0.1",
+)
+_DECAY: tuple[Callable, str, str] = (lambda value: 0 <= value < 1, "must be at least 0 and below 1", "choose 0.9, say")
+
+_RANGES: dict[str, tuple[Callable, str, str]] = {
+    "run.dir": (
+        lambda value: value.strip() and "\0" not in value,
+        "must name a folder",
+        "write null for runs/<recipe>-<time>",
+    ),
+    "model.vocab_size": (
+        lambda value: value >= 300,
+        "must be at least 300: 256 bytes, the special tokens and some merges",
+        "choose 4096, say",
+    ),
+    "model.hidden_size": _POSITIVE,
+    "model.num_layers": _POSITIVE,
+    "model.num_dense_layers": _NOT_NEGATIVE,
+    "model.intermediate_size": _POSITIVE,
+    "model.num_heads": _POSITIVE,
+    "model.num_kv_heads": _POSITIVE,
+    "model.head_dim": (
+        lambda value: value >= 2 and value % 2 == 0,
+        "must be even, for rotary positions turn pairs",
+        "choose an even number, or null for hidden_size / num_heads",
+    ),
+    "model.rope_theta": (lambda value: value > 1, "must be above 1", "choose 10000, say"),
+    "model.norm_eps": _ABOVE_ZERO,
+    "model.init_std": _ABOVE_ZERO,
+    "moe.num_experts": _POSITIVE,
+    "moe.top_k": _POSITIVE,
+    "moe.moe_intermediate_size": _POSITIVE,
+    "moe.num_shared_experts": _NOT_NEGATIVE,
+    "moe.routed_scale": _ABOVE_ZERO,
+    "moe.load_balancing_coef": _NOT_NEGATIVE,
+    "moe.router_z_coef": _NOT_NEGATIVE,
+    "moe.expert_bias_rate": _NOT_NEGATIVE,
+    "parallel.nproc": _POSITIVE,
+    "parallel.expert": _POSITIVE,
+    "engine.zero_stage": (lambda value: value in (0, 1, 2), "must be 0, 1 or 2", "choose 1, the base"),
+    "optim.lr": _ABOVE_ZERO,
+    "optim.beta1": _DECAY,
+    "optim.beta2": _DECAY,
+    "optim.eps": _ABOVE_ZERO,
+    "optim.weight_decay": _NOT_NEGATIVE,
+    "optim.clip_norm": _NOT_NEGATIVE,
+    "optim.warmup_steps": _NOT_NEGATIVE,
+    "optim.min_lr_ratio": _SHARE,
+    "trainer.max_steps": _POSITIVE,
+    "trainer.batch_size": _POSITIVE,
+    "trainer.accumulation": _POSITIVE,
+    "trainer.seed": (lambda value: 0 <= value <= _MAX_SEED, "must lie between 0 and 2^63 - 1", "choose 0, say"),
+    "trainer.save_every": _NOT_NEGATIVE,
+    "trainer.eval_every": _NOT_NEGATIVE,
+    "trainer.eval_batches": _NOT_NEGATIVE,
+    "trainer.resume": (
+        lambda value: value.strip() and "\0" not in value,
+        "must be auto, never or a checkpoint's path",
+        "choose auto",
+    ),
+    "trainer.sample_tokens": _NOT_NEGATIVE,
+    "data.sources": (
+        lambda value: len(set(value)) == len(value) > 0 and all(value),
+        "must name one or more different sources",
+        "choose [stdlib, topics], say",
+    ),
+    "data.seq_len": (lambda value: value >= 8, "must be at least 8", "choose 256, say"),
+    "data.heldout_fraction": (
+        lambda value: 0 < value < 1,
+        "must lie between 0 and 1, both excluded",
+        "choose 0.03, say",
+    ),
+    "data.cache_dir": (
+        lambda value: value.strip() and "\0" not in value,
+        "must name a folder",
+        "write null for the user's cache folder",
+    ),
+}
+
+
+def _out_of_range(config: RunConfig, path: str, test: Callable, rule: str, way_out: str) -> Problem | None:
+    value = value_at(config, path)
+    if value is None or (test(value) and not (isinstance(value, float) and not math.isfinite(value))):
+        return None
+    return Problem(path=path, value=value, rule=rule, way_out=way_out)
+
+
+def _model_shape(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
+    if model.head_dim is None:
+        if model.hidden_size % model.num_heads:
+            yield Problem(
+                path="model.hidden_size",
+                value=model.hidden_size,
+                rule=f"must be divisible by model.num_heads ({model.num_heads}) unless model.head_dim is given",
+                way_out=f"choose {_multiples_near(model.hidden_size, model.num_heads)}, or set model.head_dim",
+                involves=("model.num_heads", "model.head_dim"),
+            )
+        elif (width := model.hidden_size // model.num_heads) % 2:
+            yield Problem(
+                path="model.hidden_size",
+                value=model.hidden_size,
+                rule=(
+                    f"must give an even head, for rotary positions turn pairs: "
+                    f"divided by model.num_heads ({model.num_heads}) it gives {width}"
+                ),
+                way_out=f"choose {_multiples_near(model.hidden_size, 2 * model.num_heads)}, or set model.head_dim",
+                involves=("model.num_heads", "model.head_dim"),
+            )
+    if model.num_heads % model.num_kv_heads:
+        yield Problem(
+            path="model.num_kv_heads",
+            value=model.num_kv_heads,
+            rule=f"must divide model.num_heads ({model.num_heads})",
+            way_out=f"choose one of {_divisors(model.num_heads)}",
+            involves=("model.num_heads",),
+        )
+    if model.num_dense_layers > model.num_layers:
+        yield Problem(
+            path="model.num_dense_layers",
+            value=model.num_dense_layers,
+            rule=f"must be at most model.num_layers ({model.num_layers})",
+            way_out=f"choose {model.num_layers} or less, or more layers",
+            involves=("model.num_layers",),
+        )
+
+
+def _routing(config: RunConfig) -> Iterator[Problem]:
+    moe = config.moe
+    if moe.top_k > moe.num_experts:
+        yield Problem(
+            path="moe.top_k",
+            value=moe.top_k,
+            rule=f"must be at most moe.num_experts ({moe.num_experts})",
+            way_out=f"choose {moe.num_experts} or less, or more experts",
+            involves=("moe.num_experts",),
+        )
+    if moe.top_k == 1 and moe.normalize_topk:
+        yield Problem(
+            path="moe.normalize_topk",
+            value="true",
+            rule="must be false with moe.top_k=1: a weight that is always 1 cuts the router off from the task",
+            way_out="set moe.normalize_topk=false",
+            involves=("moe.top_k",),
+        )
+    if moe.expert_bias_rate > 0 and moe.router is not RouterKind.sigmoid:
+        yield Problem(
+            path="moe.expert_bias_rate",
+            value=moe.expert_bias_rate,
+            rule=f"has no effect with moe.router={moe.router.name}",
+            way_out="set moe.router=sigmoid (moe=bias_balanced sets both), or moe.expert_bias_rate=0",
+            involves=("moe.router",),
+        )
+
+
+def _no_sparse_layers(config: RunConfig) -> Iterator[Problem]:
+    """A setting of the sparse layers has no effect in a dense model: refused, so that nobody waits for its effect."""
+    model = config.model
+    if model.num_dense_layers != model.num_layers:
+        return
+    for path, neutral in (
+        ("moe.load_balancing_coef", 0),
+        ("moe.router_z_coef", 0),
+        ("moe.expert_bias_rate", 0),
+        ("parallel.expert", 1),
+    ):
+        value = value_at(config, path)
+        if value != neutral:
+            yield Problem(
+                path=path,
+                value=value,
+                rule=(
+                    f"has no effect: all {model.num_layers} layers are dense "
+                    f"(model.num_dense_layers={model.num_dense_layers})"
+                ),
+                way_out=f"set {path}={neutral}, or fewer dense layers",
+                involves=("model.num_dense_layers", "model.num_layers"),
+            )
+
+
+def _layout(config: RunConfig) -> Iterator[Problem]:
+    moe, parallel, trainer = config.moe, config.parallel, config.trainer
+    if parallel.nproc % parallel.expert:
+        yield Problem(
+            path="parallel.expert",
+            value=parallel.expert,
+            rule=f"must divide the number of processes, parallel.nproc ({parallel.nproc})",
+            way_out=(
+                f"choose one of {_divisors(parallel.nproc)}, "
+                f"or parallel.nproc {_multiples_near(parallel.nproc, parallel.expert)}"
+            ),
+            involves=("parallel.nproc",),
+        )
+    if moe.num_experts % parallel.expert:
+        yield Problem(
+            path="moe.num_experts",
+            value=moe.num_experts,
+            rule=f"must be divisible by parallel.expert ({parallel.expert}): every rank holds equally many experts",
+            way_out=(
+                f"choose {_multiples_near(moe.num_experts, parallel.expert)}, "
+                f"or parallel.expert one of {_divisors(moe.num_experts)}"
+            ),
+            involves=("parallel.expert",),
+        )
+    parts = parallel.nproc * trainer.accumulation
+    if trainer.batch_size % parts:
+        yield Problem(
+            path="trainer.batch_size",
+            value=trainer.batch_size,
+            rule=(
+                f"must be divisible by parallel.nproc * trainer.accumulation "
+                f"({parallel.nproc} * {trainer.accumulation} = {parts})"
+            ),
+            way_out=f"choose {_multiples_near(trainer.batch_size, parts)}",
+            involves=("parallel.nproc", "trainer.accumulation"),
+        )
+    if config.dispatch.mode is DispatchMode.local and parallel.expert > 1:
+        yield Problem(
+            path="dispatch.mode",
+            value="local",
+            rule=f"must not be local with parallel.expert={parallel.expert}: rows have to reach other ranks",
+            way_out="choose auto or all_to_all, or parallel.expert=1",
+            involves=("parallel.expert",),
+        )
+
+
+def _evaluation(config: RunConfig) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.eval_every > 0 and trainer.eval_batches == 0:
+        yield Problem(
+            path="trainer.eval_every",
+            value=trainer.eval_every,
+            rule="has no effect with trainer.eval_batches=0",
+            way_out="set trainer.eval_every=0, or trainer.eval_batches=8",
+            involves=("trainer.eval_batches",),
+        )
+
+
+def _sources(config: RunConfig) -> Iterator[Problem]:
+    for source in config.data.sources:
+        if problem := source_problem(source):
+            rule, _, way_out = problem.removeprefix(f"data.sources: {source} ").partition("; ")
+            yield Problem(path="data.sources", value=source, rule=rule, way_out=way_out)
+
+
+_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    _model_shape,
+    _routing,
+    _no_sparse_layers,
+    _layout,
+    _evaluation,
+    _sources,
+)
+
+
+def _divisors(number: int) -> str:
+    """The divisors of a number, as a list to choose from; the smallest ones when there are many or it is huge."""
+    found = [divisor for divisor in range(1, min(number, 4096) + 1) if number % divisor == 0]
+    shown = found if len(found) <= 12 else [*found[:11], number]
+    return ", ".join(map(str, shown))
+
+
+def _multiples_near(number: int, of: int) -> str:
+    """The positive multiples just below and above a number: "8 or 10"."""
+    below = number // of * of
+    return f"{below} or {below + of}" if below else str(of)
