@@ -2,23 +2,179 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moe.config import RunConfig
 from moe.launch import JobEnvironment
+from moe.start import launch_or_join, make_run_dir
+
+from moe.schema import RunConfig
+from moe.train.config import Checkpointing, EngineKind
+
+if TYPE_CHECKING:
+    from moe.data.tokenizer import Tokenizer
+    from moe.diagnostics.store import MetricsStore
+    from moe.model.transformer import Transformer
 
 
-def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> None:
-    """One rank of a run. run_dir: None under an external launcher, where rank 0 chooses and tells the others."""
-    # Imported here: a wrong recipe is refused before torch is loaded.
+def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> int:
+    """One rank of a run, to its last step; returns 0. run_dir: None under a launcher, then rank 0 chooses.
+
+    Raises the errors of moe.errors; StopRun after a stop on request.
+    """
+    # Here and not above: a wrong recipe is refused before torch is loaded.
     from backends.resolve import resolve_backend
     from moe.data.loader import HeldoutData, TrainingData
+    from moe.data.prepare import open_data, prepare_data
     from moe.diagnostics.progress import Progress
-    from moe.diagnostics.store import MetricsStore, write_environment
     from moe.model.flops import training_flops_per_token
     from moe.train.build import build_engine
     from moe.train.mesh import build_mesh, process_group
     from moe.train.parallelize import build_model, weight_dtype
-    from moe.train.rendezvous import agree_on_run_dir, prepare_on_first_rank
+    from moe.train.rendezvous import agree_on_text, once_per_machine
+    from moe.train.resume import resume_run
     from moe.train.stop import stop_on_signals
     from moe.train.trainer import Trainer
+
+    with ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
+        backend = resolve_backend(config.backend.device.value, job.local_rank)
+        stack.enter_context(process_group(collective=backend.collective, rank=job.rank, world_size=job.world_size))
+        mesh = build_mesh(expert_size=config.parallel.expert, device=backend.device)
+        first = mesh.rank == 0
+        run_dir = Path(agree_on_text(str(run_dir or make_run_dir(config)) if first else None))
+        progress = Progress(config.trainer.max_steps) if first else None
+        say = quiet
+        if progress is not None:
+            stack.callback(progress.close)
+            say = progress.message
+
+        data = once_per_machine(
+            job.local_rank,
+            lambda: prepare_data(config.data, config.model, seed=config.trainer.seed, progress=say),
+            lambda: open_data(config.data, config.model, seed=config.trainer.seed),
+        )
+        backend.seed(config.trainer.seed)
+        model = build_model(
+            config.model,
+            config.moe,
+            mesh=mesh,
+            dispatch=config.dispatch,
+            ops=config.backend.ops,
+            seed=config.trainer.seed,
+            dtype=weight_dtype(config.engine.dtype),
+            checkpoint_blocks=config.engine.activation_checkpointing is Checkpointing.full,
+        )
+        say(describe_run(config, job, backend.name))
+        engine = build_engine(
+            model,
+            mesh=mesh,
+            backend=backend,
+            optim=config.optim,
+            engine=config.engine,
+            accumulation=config.trainer.accumulation,
+        )
+        stack.callback(engine.close)
+        step = resume_run(
+            run_dir,
+            engine=engine,
+            mesh=mesh,
+            backend=backend,
+            trainer=config.trainer,
+            fingerprints=data.fingerprint,
+        )
+        if step:
+            say(f"going on after step {step} of {config.trainer.max_steps}")
+        store = stack.enter_context(open_store(config, run_dir, step, model, backend.name)) if first else None
+
+        trainer = Trainer(
+            run_dir=run_dir,
+            mesh=mesh,
+            backend=backend,
+            engine=engine,
+            training_data=TrainingData(data.train, config.data.seq_len, config.trainer.seed, config.model.vocab_size),
+            heldout_data=HeldoutData(data.heldout, config.data.seq_len, config.model.vocab_size),
+            trainer=config.trainer,
+            optim=config.optim,
+            moe=config.moe,
+            training_flops_per_token=training_flops_per_token(config.model, config.moe, config.data.seq_len),
+            fingerprints=data.fingerprint,
+            stop=stop,
+            store=store,
+            progress=progress,
+            step=step,
+        )
+        trainer.fit()
+        if config.trainer.sample_tokens:
+            say(sample(config, model, data.tokenizer))
+        say(f"run folder: {run_dir}\nnext: switchyard report {run_dir}")
+    return 0
+
+
+def quiet(text: str) -> None:
+    """What ranks other than 0 say."""
+
+
+def describe_run(config: RunConfig, job: JobEnvironment, backend_name: str) -> str:
+    """Two lines for the user: how large the model is, and how it is laid out."""
+    from moe.model.flops import active_parameters, total_parameters
+
+    total, active = total_parameters(config.model, config.moe), active_parameters(config.model, config.moe)
+    engine = config.engine
+    stage = f" ZeRO-{engine.zero_stage}" if engine.kind is EngineKind.deepspeed else ""
+    return (
+        f"model: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token; "
+        f"{config.moe.num_experts} experts, top {config.moe.top_k}, {config.moe.router.value} router\n"
+        f"layout: {job.world_size} ranks on {backend_name}, expert parallel {config.parallel.expert}, "
+        f"{engine.kind.value}{stage} {engine.dtype.value}; {config.trainer.batch_size} × {config.data.seq_len} tokens a step"
+    )
+
+
+def open_store(config: RunConfig, run_dir: Path, step: int, model: "Transformer", backend_name: str) -> "MetricsStore":
+    """Rank 0's files of the run folder; steps after `step` that a killed run left are cut off."""
+    from moe.diagnostics.environment import write_environment
+    from moe.diagnostics.store import LoadLayout, MetricsStore
+
+    layers = model.moe_layers()
+    write_environment(run_dir, backend_name)
+    return MetricsStore(
+        run_dir,
+        resume_step=step or None,
+        max_steps=config.trainer.max_steps,
+        load_layout=LoadLayout(
+            layer_indices=tuple(layer.layer_index for layer in layers),
+            num_experts=config.moe.num_experts,
+            top_k=config.moe.top_k,
+            rank_of_expert=layers[0].dispatcher.rank_of_expert,
+        )
+        if layers
+        else None,
+        resume_command=f"switchyard run {config.recipe} run.dir={run_dir}",
+    )
+
+
+def sample(config: RunConfig, model: "Transformer", tokenizer: "Tokenizer") -> str:
+    """Text that the trained model writes after trainer.sample_prompt (collective)."""
+    from moe.model.generate import generate
+
+    prompt = config.trainer.sample_prompt
+    model.eval()
+    ids = generate(
+        model,
+        [tokenizer.end_id, *tokenizer.encode(prompt)],
+        config.trainer.sample_tokens,
+        temperature=0.7,
+        seed=config.trainer.seed,
+        end_id=tokenizer.end_id,
+    )
+    return f"sample after {prompt!r}:\n{prompt}{tokenizer.decode(ids)}"
+
+
+def main(args: Sequence[str]) -> int:
+    """`switchyard run`: start the processes of a run, or be one of them. Returns the exit code."""
+    return launch_or_join(args, pretrain)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -27,11 +27,13 @@ from torch import Tensor
 
 from backends.device import Backend
 from moe.errors import CheckpointError
+from moe.model.layer import MoELayer
 from moe.model.transformer import Transformer
 from moe.train.engine import Engine, ParameterState
 from moe.train.mesh import Mesh
-from moe.train.step import moe_layers
 
+CHECKPOINTS = "checkpoints"
+"""The folder of a run folder that holds them."""
 FORMAT = "switchyard-checkpoint-1"
 FIELDS = ("weight", "exp_avg", "exp_avg_sq")
 
@@ -81,7 +83,9 @@ def save_checkpoint(root: Path, state: TrainState, *, engine: Engine, mesh: Mesh
     def prepare() -> None:
         if mesh.rank == 0:
             if final.exists():
-                raise CheckpointError(f"{final} exists already and is never written over; remove it or choose another run.dir")
+                raise CheckpointError(
+                    f"{final} exists already and is never written over; remove it or choose another run.dir"
+                )
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
 
@@ -124,7 +128,9 @@ def save_checkpoint(root: Path, state: TrainState, *, engine: Engine, mesh: Mesh
     return final
 
 
-def load_checkpoint(path: Path, *, engine: Engine, mesh: Mesh, backend: Backend, fingerprints: Mapping[str, Any]) -> TrainState:
+def load_checkpoint(
+    path: Path, *, engine: Engine, mesh: Mesh, backend: Backend, fingerprints: Mapping[str, Any]
+) -> TrainState:
     """Take over everything from `path` and return the run's position (collective).
 
     Weights and moments go by global name and expert id, so another layout finds its experts too; generator states are
@@ -190,13 +196,13 @@ def _expert_parameters(module: Transformer) -> set[str]:
     return {
         f"{prefix}.experts.{name}"
         for prefix, layer in module.named_modules()
-        if layer in moe_layers(module)
+        if isinstance(layer, MoELayer)
         for name, _ in layer.experts.named_parameters()
     }
 
 
 def _local_expert_ids(module: Transformer) -> list[int]:
-    return list(moe_layers(module)[0].dispatcher.local_expert_ids)
+    return list(module.moe_layers()[0].dispatcher.local_expert_ids)
 
 
 def _buffers(module: Transformer) -> dict[str, Tensor]:
@@ -257,7 +263,9 @@ def _read_states(path: Path, module: Transformer) -> dict[str, ParameterState]:
     buffers = _buffers(module)
     unknown = sorted((set(dense) | set(experts)) - known - {f"buffer/{name}" for name in buffers})
     if unknown:
-        raise CheckpointError(f"{path} holds tensors that this model lacks: {', '.join(unknown[:5])}; it belongs to another model")
+        raise CheckpointError(
+            f"{path} holds tensors that this model lacks: {', '.join(unknown[:5])}; it belongs to another model"
+        )
     for name, buffer in buffers.items():
         with torch.no_grad():
             buffer.copy_(find(f"buffer/{name}", buffer, False))
@@ -269,7 +277,9 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 (no dict)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); choose an older checkpoint with trainer.resume=PATH") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); choose an older checkpoint with trainer.resume=PATH"
+        ) from error
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:

@@ -67,7 +67,9 @@ def build_mesh(*, expert_size: int, device: torch.device) -> Mesh:
         group = dist.new_group(ranks)
         if rank in ranks:
             expert_data_group = group
-    assert dist.group.WORLD is not None and expert_group is not None and expert_data_group is not None
+    assert dist.group.WORLD is not None
+    assert expert_group is not None
+    assert expert_data_group is not None
     return Mesh(
         rank=rank,
         world_size=world_size,
@@ -90,7 +92,7 @@ def process_group(*, collective: str, rank: int, world_size: int) -> Iterator[No
     """
     options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timedelta(minutes=30)}
     if world_size == 1:
-        options["store"] = dist.HashStore()
+        options["store"] = torch._C._distributed_c10d.HashStore()
     local = world_size == 1 or os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
     if collective == "gloo" and local and os.path.isdir("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

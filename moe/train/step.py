@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe.model.balance import expert_bias_update
 from moe.model.batch import TokenBatch
 from moe.model.config import MoEConfig
-from moe.model.layer import MoELayer
 from moe.model.transformer import Transformer
 from moe.train.engine import Engine, StepOutcome
 from moe.train.mesh import Mesh
@@ -59,9 +59,10 @@ class StepResult:
         )
 
 
-def moe_layers(module: Transformer) -> list[MoELayer]:
-    """The MoE layers in the order of their depth."""
-    return [layer for layer in module.modules() if isinstance(layer, MoELayer)]
+def expert_biases(module: Transformer) -> list[Tensor]:
+    """The selection bias of each MoE layer, fp32 [E], in the order of depth; empty for a router without one."""
+    biases = (layer.router.expert_bias for layer in module.moe_layers())
+    return [bias for bias in biases if bias is not None]
 
 
 def count_step(batches: Sequence[TokenBatch], *, mesh: Mesh, stop_requested: bool) -> tuple[StepCounts, bool]:
@@ -93,7 +94,7 @@ def run_step(
     before_update: called between the last backward and the update (the parity harness reads gradients there).
     Non-finite gradients change nothing anywhere: no weight, no moment, no bias.
     """
-    layers = moe_layers(engine.module)
+    layers = engine.module.moe_layers()
     sums = StepSums.zeros(len(layers), moe.num_experts, mesh.device)
     for batch in batches:
         output = engine.forward(batch)
@@ -103,6 +104,6 @@ def run_step(
     outcome = engine.step(lr)
     sums.reduce(mesh.data_group)
     if outcome.applied and moe.expert_bias_rate:
-        for layer, tokens_per_expert_E in zip(layers, sums.tokens_per_expert_LE, strict=True):
-            expert_bias_update(layer.router.expert_bias, tokens_per_expert_E, moe.expert_bias_rate)
+        for bias, tokens_per_expert_E in zip(expert_biases(engine.module), sums.tokens_per_expert_LE, strict=True):
+            expert_bias_update(bias, tokens_per_expert_E, moe.expert_bias_rate)
     return StepResult(outcome=outcome, counts=counts, sums=sums)

@@ -16,17 +16,16 @@ from moe.diagnostics.load import max_vio
 from moe.diagnostics.progress import Progress
 from moe.diagnostics.record import EvalRecord, StepRecord
 from moe.diagnostics.store import MetricsStore
-from moe.errors import CheckpointError, NumericError, StopRun
+from moe.errors import NumericError, StopRun
 from moe.model.batch import TokenBatch
 from moe.model.config import MoEConfig
-from moe.train.checkpoint import TrainState, checkpoint_path, find_checkpoints, latest_checkpoint
-from moe.train.checkpoint import load_checkpoint, save_checkpoint
+from moe.train.checkpoint import CHECKPOINTS, TrainState, checkpoint_path, save_checkpoint
 from moe.train.config import OptimConfig, TrainerConfig
 from moe.train.engine import Engine
 from moe.train.mesh import Mesh
 from moe.train.objective import count_tokens
 from moe.train.optim import learning_rate
-from moe.train.step import StepResult, count_step, moe_layers, run_step
+from moe.train.step import StepResult, count_step, expert_biases, run_step
 from moe.train.stop import StopFlag
 
 
@@ -51,15 +50,15 @@ class Trainer:
     stop: StopFlag
     store: MetricsStore | None
     progress: Progress | None
-    step: int = 0
-    """Optimizer steps done."""
+    step: int
+    """Optimizer steps done: 0, or what `resume_run` returned."""
     heldout_losses: dict[str, float] = field(default_factory=dict)
     """Newest held-out loss per domain, nats per token."""
 
     @property
     def checkpoints(self) -> Path:
         """Where this run keeps its checkpoints."""
-        return self.run_dir / "checkpoints"
+        return self.run_dir / CHECKPOINTS
 
     def fit(self) -> None:
         """Train to the last step, then evaluate and save.
@@ -107,7 +106,9 @@ class Trainer:
                 loss_sum, tokens = sums.tolist()
                 losses[domain] = loss_sum / max(tokens, 1)
                 if self.store is not None:
-                    self.store.write_eval(EvalRecord(step=self.step, domain=domain, lm_loss=losses[domain], num_tokens=int(tokens)))
+                    self.store.write_eval(
+                        EvalRecord(step=self.step, domain=domain, lm_loss=losses[domain], num_tokens=int(tokens))
+                    )
         module.train()
         if self.progress is not None and losses:
             shown = ", ".join(f"{domain} {loss:.3f}" for domain, loss in losses.items())
@@ -123,45 +124,6 @@ class Trainer:
         path = save_checkpoint(self.checkpoints, state, engine=self.engine, mesh=self.mesh, backend=self.backend)
         if self.progress is not None:
             self.progress.message(f"step {self.step}: saved {path}")
-
-    def resume(self) -> None:
-        """Go on from the checkpoint that trainer.resume asks for, if there is one (collective).
-
-        Raises CheckpointError when it cannot be loaded, or when going on would meet checkpoints already in the run
-        folder, which are never written over.
-        """
-        source = self.resume_source()
-        existing = find_checkpoints(self.checkpoints)
-        start = 0
-        if source is not None:
-            state = load_checkpoint(
-                source, engine=self.engine, mesh=self.mesh, backend=self.backend, fingerprints=self.fingerprints
-            )
-            if state.next_sample != state.step * self.trainer.batch_size:
-                raise CheckpointError(
-                    f"{source} was written with another trainer.batch_size ({state.next_sample // max(state.step, 1)}, "
-                    f"now {self.trainer.batch_size}); the data position would not be the same: restore it"
-                )
-            start = state.step
-        newer = [path for path in existing if path > checkpoint_path(self.checkpoints, start)]
-        if newer:
-            raise CheckpointError(
-                f"{self.checkpoints} holds {newer[-1].name}, which a run from step {start} would have to write over; "
-                "choose trainer.resume=auto, or another run.dir"
-            )
-        self.step = start
-        if self.progress is not None and source is not None:
-            self.progress.message(f"resumed from {source}: step {start} of {self.trainer.max_steps}")
-
-    def resume_source(self) -> Path | None:
-        """The checkpoint folder that trainer.resume means; None to start anew."""
-        match self.trainer.resume:
-            case "never":
-                return None
-            case "auto":
-                return latest_checkpoint(self.checkpoints)
-            case path:
-                return Path(path)
 
     def _stop(self) -> None:
         if self.step and not checkpoint_path(self.checkpoints, self.step).exists():
@@ -199,8 +161,8 @@ class Trainer:
             return
         counts_LE = result.sums.tokens_per_expert_LE.cpu().numpy()
         dropped, picks = int(result.sums.dropped_per_expert_LE.sum()), int(counts_LE.sum())
-        biases = [layer.router.expert_bias for layer in moe_layers(self.engine.module) if self.moe.expert_bias_rate]
-        layers = [max_vio(row) for row in counts_LE]
+        biases = expert_biases(self.engine.module)
+        layers = [float(vio) for vio in max_vio(counts_LE)]
         tokens_per_second = result.counts.valid_tokens / seconds
         record = StepRecord(
             step=self.step,
@@ -219,6 +181,7 @@ class Trainer:
             max_vio=float(np.mean(layers)) if layers else None,
             max_vio_layers=layers,
             drop_rate=dropped / picks if picks else None,
+            applied=result.outcome.applied,
             router_entropy=result.router_entropy,
             max_router_logit=float(result.sums.max_logit) if layers else None,
             expert_bias_range=max((float(bias.max() - bias.min()) for bias in biases), default=None),

@@ -12,17 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.device import Backend
-from moe.config import RunConfig
+from dispatch.config import DispatchMode
 from moe.data.loader import sample_index_for
 from moe.model.batch import IGNORE_LABEL, PADDING_DOCUMENT, TokenBatch
+from moe.model.config import BalanceScope
+from moe.model.layer import MoELayer
 from moe.model.transformer import Transformer
+from moe.schema import RunConfig
 from moe.train.build import build_engine
-from moe.train.config import Checkpointing
+from moe.train.config import Checkpointing, EngineKind
 from moe.train.engine import Engine
 from moe.train.mesh import Mesh, build_mesh
 from moe.train.optim import learning_rate
 from moe.train.parallelize import build_model, weight_dtype
-from moe.train.step import count_step, moe_layers, run_step
+from moe.train.step import count_step, expert_biases, run_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +156,7 @@ def record_trace(config: RunConfig, *, backend: Backend, num_steps: int = 3, wit
         accumulation=config.trainer.accumulation,
     )
     try:
-        steps = [
-            _record_step(config, engine, mesh, step, with_gradients=with_gradients) for step in range(num_steps)
-        ]
+        steps = [_record_step(config, engine, mesh, step, with_gradients=with_gradients) for step in range(num_steps)]
         weights = _assemble(((name, state.weight) for name, state in engine.parameter_states()), module, mesh)
     finally:
         engine.close()
@@ -179,10 +180,6 @@ def one_process(config: RunConfig) -> RunConfig:
     Accumulation stays where the mathematics names the micro-step (balance_scope=batch); the dispatcher is the
     reference.
     """
-    from dispatch.config import DispatchMode
-    from moe.model.config import BalanceScope
-    from moe.train.config import EngineKind
-
     keep = config.moe.balance_scope is BalanceScope.batch and config.moe.load_balancing_coef > 0
     return replace(
         config,
@@ -268,10 +265,8 @@ def _record_step(config: RunConfig, engine: Engine, mesh: Mesh, step: int, *, wi
             gradients.update(_assemble(engine.gradients(), engine.module, mesh))
 
     lr = learning_rate(step + 1, config.optim, config.trainer.max_steps)
-    result = run_step(
-        engine, batches, counts, mesh=mesh, moe=config.moe, lr=lr, before_update=read_gradients
-    )
-    biases = [layer.router.expert_bias.cpu().clone() for layer in moe_layers(engine.module) if config.moe.expert_bias_rate]
+    result = run_step(engine, batches, counts, mesh=mesh, moe=config.moe, lr=lr, before_update=read_gradients)
+    biases = [bias.cpu().clone() for bias in expert_biases(engine.module)]
     return StepTrace(
         lm_loss=result.lm_loss,
         balance_loss=result.balance_loss,
@@ -289,7 +284,7 @@ def _assemble(tensors: Iterator[tuple[str, Tensor]], module: Transformer, mesh: 
     stacks = {
         f"{prefix}.experts.{name}": layer
         for prefix, layer in module.named_modules()
-        if layer in moe_layers(module)
+        if isinstance(layer, MoELayer)
         for name, _ in layer.experts.named_parameters()
     }
     whole: dict[str, Tensor] = {}

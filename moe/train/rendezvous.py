@@ -1,0 +1,26 @@
+"""Agreements between ranks before training: who prepares, which folder (on the data path, before the model)."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+
+def agree_on_text(text: str | None) -> str:
+    """The text of rank 0 on every rank (collective)."""
+    box = [text]
+    dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None, "rank 0 gives the text"
+    return box[0]
+
+
+def once_per_machine(local_rank: int, first: Callable[[], Result], others: Callable[[], Result]) -> Result:
+    """Run `first` on local rank 0 of each machine, then `others` on the rest (collective)."""
+    if local_rank == 0:
+        result = first()
+        dist.barrier()
+        return result
+    dist.barrier()
+    return others()
