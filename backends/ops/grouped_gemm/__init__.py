@@ -29,7 +29,7 @@ IMPLEMENTATIONS: dict[str, Implementation[GroupedGemm, GemmShape]] = {
         devices=("cpu", "cuda", "npu"),
         dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64),
         why_not=always,
-        cost="one product per expert, in fp32",
+        cost="one product per expert, in fp32: on a CPU about as fast for fp32, and less than half as fast for bf16",
     ),
 }
 """Best first; `auto` takes the first that can run."""
