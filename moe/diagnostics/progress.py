@@ -4,6 +4,7 @@ On a terminal one line that renews itself; otherwise (SLURM logs, pipes) plain l
 """
 
 import time
+import unicodedata
 from collections import deque
 from collections.abc import Callable
 
@@ -58,7 +59,7 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Print `text` as it stands; on a terminal above the live line."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_plain(self._console, text)
 
     def close(self) -> None:
         """Leave the last step's line standing. May be called twice."""
@@ -106,6 +107,17 @@ class Progress:
         else:
             seconds_per_step = record.step_seconds
         return seconds_per_step * max(0, self._max_steps - record.step)
+
+
+def print_plain(console: Console, text: str, style: str = "") -> None:
+    """Print `text` on lines as long as it needs, whatever is in it.
+
+    What the console's encoding lacks becomes a question mark, and control characters (a model may generate them) a dot:
+    a line of text must neither end a run nor rule the terminal.
+    """
+    text = "".join("." if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+    text = text.encode(console.encoding, errors="replace").decode(console.encoding)
+    console.print(Text(text, style=style), soft_wrap=True)
 
 
 def short_number(value: float) -> str:

@@ -310,8 +310,8 @@ class _Appender:
     def close(self) -> None:
         """Close the file, without the piece of a record that failed last."""
         try:
-            self._take_back()
-            self._file.close()
+            with self._file:  # closed whatever happens
+                self._take_back()
         except OSError as error:
             self.error = error
 
@@ -397,21 +397,22 @@ def _with_nonfinite(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_lines_after(path: Path, last_step: int) -> None:
-    """Keep the whole lines up to `last_step`, a step (and domain) once; the file is replaced only if that changes it."""
+    """Keep the whole lines up to `last_step`, a step (and domain) once; replace the file only if that changes it."""
     if not path.is_file():
         return
     temporary = path.with_name(path.name + ".tmp")
-    seen: tuple[int, set[object]] = (-1, set())
+    previous = -1
+    domains: set[object] = set()
     # Line by line: the file of a long run need not fit in memory.
     with open(temporary, "wb") as file:
         for line in _lines(path):
             row = _parse_row(line)
-            if row is None or not seen[0] <= row["step"] <= last_step:
+            if row is None or not previous <= row["step"] <= last_step:
                 continue
-            if row["step"] > seen[0]:
-                seen = (row["step"], set())
-            if row.get("domain") not in seen[1]:
-                seen[1].add(row.get("domain"))
+            if row["step"] > previous:
+                previous, domains = row["step"], set()
+            if row.get("domain") not in domains:
+                domains.add(row.get("domain"))
                 file.write(line)
         file.flush()
         os.fsync(file.fileno())
