@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.model.batch import PADDING_DOCUMENT
-from moe.model.config import ModelConfig
+from moe.model.config import ModelConfig, resolve_head_dim
 from moe.model.norm import RMSNorm
 from moe.model.rope import RotaryAngles, rotate
 
@@ -27,11 +27,6 @@ def document_mask(document_ids_BS: Tensor) -> Tensor:
     return ((same_BSS & causal_SS & valid_BS1) | itself_SS)[:, None]
 
 
-def head_dim(model: ModelConfig) -> int:
-    """Width of a head: model.head_dim, or hidden_size / num_heads when that is null."""
-    return model.head_dim if model.head_dim is not None else model.hidden_size // model.num_heads
-
-
 class Attention(nn.Module):
     """Causal attention with fewer key/value heads than query heads, rotary positions and optional QK-norm.
 
@@ -40,7 +35,7 @@ class Attention(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = model.num_heads, model.num_kv_heads, head_dim(model)
+        self.num_heads, self.num_kv_heads, self.head_dim = model.num_heads, model.num_kv_heads, resolve_head_dim(model)
         self.q_proj = nn.Linear(model.hidden_size, self.num_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(model.hidden_size, self.num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(model.hidden_size, self.num_kv_heads * self.head_dim, bias=False)
@@ -64,4 +59,4 @@ class Attention(nn.Module):
             attn_mask=mask_B1SS,
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
-        return self.o_proj(y_BHSd.transpose(1, 2).reshape(num_rows, num_tokens, -1))
+        return self.o_proj(y_BHSd.transpose(1, 2).flatten(2))

@@ -50,6 +50,11 @@ class ModelConfig:
     """Standard deviation of the initial weights (table in moe/model/init.py)."""
 
 
+def resolve_head_dim(model: ModelConfig) -> int:
+    """Width of a head: model.head_dim, or hidden_size / num_heads when that is null."""
+    return model.head_dim if model.head_dim is not None else model.hidden_size // model.num_heads
+
+
 @dataclass(kw_only=True, slots=True)
 class MoEConfig:
     """The sparse layers: experts, router, balance."""

@@ -160,7 +160,7 @@ class Router(nn.Module):
         Raises NumericError when a logit is not finite.
         """
         valid_T = valid_BS.reshape(-1)
-        logits_TE = F.linear(x_BSD.reshape(valid_T.shape[0], -1).float(), self.weight.float())
+        logits_TE = F.linear(x_BSD.flatten(0, 1).float(), self.weight.float())
         stop_if_not_finite(logits_TE, self.layer_index)
         choice = self.rule.choose(logits_TE, self.expert_bias, self.moe)
         topk_expert_ids_TK = choice.topk_expert_ids_TK.masked_fill(~valid_T[:, None], NOT_DISPATCHED)
@@ -194,8 +194,7 @@ def count_picks(topk_expert_ids_TK: Tensor, num_rows: int, num_experts: int) -> 
     the device to learn the output's size.
     """
     # One place more than there are experts takes what goes nowhere.
-    places_BN = topk_expert_ids_TK.reshape(num_rows, -1).where(
-        topk_expert_ids_TK.reshape(num_rows, -1) >= 0, num_experts
-    )
+    places_TK = topk_expert_ids_TK.where(topk_expert_ids_TK != NOT_DISPATCHED, num_experts)
+    places_BN = places_TK.view(num_rows, places_TK.numel() // max(num_rows, 1))
     counts = torch.zeros(num_rows, num_experts + 1, dtype=torch.int64, device=places_BN.device)
     return counts.scatter_add_(1, places_BN, torch.ones_like(places_BN))[:, :num_experts]

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe.model.attention import Attention, document_mask, head_dim
+from moe.model.attention import Attention, document_mask
 from moe.model.batch import PADDING_DOCUMENT, TokenBatch
-from moe.model.config import ModelConfig, MoEConfig
+from moe.model.config import ModelConfig, MoEConfig, resolve_head_dim
 from moe.model.experts import SwiGLU
 from moe.model.layer import MoELayer
 from moe.model.loss import lm_loss_sum
@@ -83,7 +83,7 @@ class Transformer(nn.Module):
         return BlockContext(
             attention_mask_B1SS=document_mask(batch.document_ids_BS),
             angles=rotary_angles(
-                batch.positions_BS, head_dim=head_dim(self.model_config), theta=self.model_config.rope_theta
+                batch.positions_BS, head_dim=resolve_head_dim(self.model_config), theta=self.model_config.rope_theta
             ),
             valid_BS=batch.document_ids_BS != PADDING_DOCUMENT,
         )
