@@ -1,4 +1,4 @@
-"""env.json: on what a run ran (at the start of the data path, rank 0). Nothing here can stop a run. Torch-free."""
+"""env.json: on what a run ran (at the start of the data path, rank 0). What cannot be found out is null. Torch-free."""
 
 import json
 import os
