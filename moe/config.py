@@ -41,8 +41,8 @@ _GLOBAL_PACKAGE = "# @package _global_"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RecipeInfo:
-    """One line of `switchyard ls recipes`."""
+class OptionInfo:
+    """One YAML file of a folder of configs/."""
 
     name: str
     description: str
@@ -111,12 +111,12 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     return [list(point) for point in itertools.product(*axes)]
 
 
-def list_recipes() -> list[RecipeInfo]:
-    """The recipes of configs/recipe/, by name."""
+def list_options(group: str) -> list[OptionInfo]:
+    """The recipes (group "recipe"), or the options of another group, by name."""
     found = []
-    for path in sorted((CONFIGS / "recipe").glob("*.yaml")):
+    for path in sorted((CONFIGS / group).glob("*.yaml")):
         comments = (line.removeprefix("#").strip() for line in path.read_text("utf-8").splitlines() if line[:1] == "#")
-        found.append(RecipeInfo(path.stem, next((line for line in comments if not line.startswith("@")), "")))
+        found.append(OptionInfo(path.stem, next((line for line in comments if not line.startswith("@")), "")))
     return found
 
 
@@ -281,7 +281,7 @@ class _Reader:
     def _find_recipe(self, recipe: str) -> tuple[str | None, Path | None]:
         """Name and file of a recipe."""
         if not ("/" in recipe or recipe.endswith((".yaml", ".yml"))):
-            known = [info.name for info in list_recipes()]
+            known = [info.name for info in list_options("recipe")]
             if recipe in known:
                 return recipe, CONFIGS / "recipe" / f"{recipe}.yaml"
             way_out = f"did you mean {near}?" if (near := nearest(recipe, known)) else "see switchyard ls recipes"
@@ -334,7 +334,7 @@ class _Reader:
         """One line of a recipe's defaults list: _self_, a base recipe, or `override /group: option`."""
         if entry == "_self_":
             return
-        if isinstance(entry, str) and entry in [info.name for info in list_recipes()]:
+        if isinstance(entry, str) and entry in [info.name for info in list_options("recipe")]:
             self._scan(CONFIGS / "recipe" / f"{entry}.yaml", "")
             return
         if isinstance(entry, dict) and len(entry) == 1:

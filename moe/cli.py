@@ -1,0 +1,97 @@
+"""The verbs of the command line; thin. What a verb needs is imported when it is called, so that each starts fast."""
+
+import argparse
+import importlib.metadata
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe.errors import ExitCode, SwitchyardError
+from moe.inventory import TOPICS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`switchyard ARGS`; returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if args[:1] == ["run"]:
+            # It has its own parser, shared with `python -m recipes.pretrain`.
+            return _run(args[1:])
+        arguments = _parser().parse_args(args)
+        return int(arguments.verb(arguments))
+    except SwitchyardError as error:
+        print(f"switchyard: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough; keep Python's shutdown from complaining about it.
+        sys.stdout = None
+        return int(ExitCode.done)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="switchyard", description="Trains Mixture-of-Experts language models.")
+    version = importlib.metadata.version("switchyard-moe")
+    parser.add_argument("--version", action="version", version=f"switchyard {version}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    verbs.add_parser("run", help="train: run RECIPE [key=value ...]; see run --help", add_help=False)
+    listing = verbs.add_parser("ls", help="list what there is to choose from")
+    listing.add_argument("topic", nargs="?", choices=list(TOPICS), help="one topic; all when left out")
+    listing.set_defaults(verb=_ls)
+    doctor = verbs.add_parser("doctor", help="devices, backends, versions: what can run here, and why not")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.set_defaults(verb=_doctor)
+    report = verbs.add_parser("report", help="what happened in a run")
+    report.add_argument("run", metavar="RUN", type=Path, help="its folder")
+    report.add_argument("--json", action="store_true", help="for programs")
+    report.set_defaults(verb=_report)
+    return parser
+
+
+def _run(args: Sequence[str]) -> int:
+    from recipes import pretrain
+
+    return pretrain.main(list(args))
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    for topic in [arguments.topic] if arguments.topic else TOPICS:
+        rows = TOPICS[topic]()
+        if not arguments.topic:
+            print(f"{topic}:")
+        width = max((len(name) for name, _ in rows), default=0)
+        for name, description in rows:
+            print(f"{'' if arguments.topic else '  '}{name:<{width}}  {description}".rstrip())
+    return int(ExitCode.done)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from moe.doctor import examine, render
+
+    facts = examine()
+    if arguments.json:
+        print(json.dumps(facts, indent=1))
+    else:
+        render(facts, Console())
+    return int(ExitCode.done)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from moe.diagnostics.report import build_report, render_report
+
+    report = build_report(arguments.run)
+    if arguments.json:
+        print(json.dumps(report, indent=1, allow_nan=False))
+    else:
+        render_report(report, Console())
+    return int(ExitCode.done)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
