@@ -10,8 +10,6 @@ from moe.train.engine import Engine
 from moe.train.engine_torch import TorchEngine
 from moe.train.mesh import Mesh
 
-_ACCELERATOR_VARIABLE = "DS_ACCELERATOR"
-
 
 def build_engine(
     module: Transformer,
@@ -29,14 +27,9 @@ def build_engine(
     """
     if engine.kind is EngineKind.torch:
         return TorchEngine(module, mesh=mesh, optim=optim, engine=engine, accumulation=accumulation)
-    # DeepSpeed chooses its device once, at import, from this variable.
-    bound = os.environ.get(_ACCELERATOR_VARIABLE)
-    if "deepspeed" in sys.modules and bound != backend.deepspeed_accelerator:
-        raise ValueError(
-            f"deepspeed was imported with {_ACCELERATOR_VARIABLE}={bound}, but backend.device needs "
-            f"{backend.deepspeed_accelerator}; use one kind of device per process, or set the variable before the start"
-        )
-    os.environ[_ACCELERATOR_VARIABLE] = backend.deepspeed_accelerator
+    if "deepspeed" not in sys.modules:
+        # DeepSpeed chooses its kind of device once, at import. One that is imported already is checked by the engine.
+        os.environ["DS_ACCELERATOR"] = backend.deepspeed_accelerator
     from moe.train.engine_deepspeed import DeepSpeedEngine
 
     return DeepSpeedEngine(module, mesh=mesh, backend=backend, optim=optim, engine=engine, accumulation=accumulation)

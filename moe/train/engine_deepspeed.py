@@ -114,7 +114,7 @@ class DeepSpeedEngine:
                     # DeepSpeed looks the reduction group up by the name of the parameter group.
                     group.update(name=group_name, moe=True)
         self._optimizer: torch.optim.AdamW = _StageZeroAdamW(groups) if self._stage == 0 else torch.optim.AdamW(groups)
-        with _known_warnings():
+        with _known_warnings(), _local_rank(mesh):
             self._engine, _, _, _ = deepspeed.initialize(
                 model=module,
                 optimizer=self._optimizer,
@@ -332,14 +332,12 @@ def _deepspeed_config(optim: OptimConfig, engine: EngineConfig, accumulation: in
 
 def _prepare_deepspeed(mesh: Mesh, backend: Backend) -> None:
     """Bring DeepSpeed's process-wide state into line with ours; safe to repeat."""
-    accelerator = get_accelerator()._name
+    accelerator = get_accelerator().device_name()
     if accelerator != backend.deepspeed_accelerator:
         raise ValueError(
             f"deepspeed was imported for device '{accelerator}', but backend.device needs "
             f"'{backend.deepspeed_accelerator}'; set DS_ACCELERATOR={backend.deepspeed_accelerator} before the start"
         )
-    # DeepSpeed asks for it even on CPU, where it means nothing.
-    os.environ.setdefault("LOCAL_RANK", str(mesh.device.index or 0))
     deepspeed_logger.setLevel(logging.ERROR)
     # Private, condition: BF16_Optimizer reports memory only when asked to. It forces prints and garbage collections.
     bf16_optimizer.see_memory_usage = _no_memory_report
@@ -355,6 +353,19 @@ def _prepare_deepspeed(mesh: Mesh, backend: Backend) -> None:
     # Private, condition: deepspeed.initialize takes process groups. It clones the world once per process and would keep
     # the clone of a job that has been torn down.
     deepspeed_groups._WORLD_GROUP = mesh.data_group
+
+
+@contextlib.contextmanager
+def _local_rank(mesh: Mesh) -> Iterator[None]:
+    """LOCAL_RANK, which DeepSpeed demands at construction even where no launcher has set it."""
+    if "LOCAL_RANK" in os.environ:
+        yield
+        return
+    os.environ["LOCAL_RANK"] = str(mesh.device.index or 0)
+    try:
+        yield
+    finally:
+        del os.environ["LOCAL_RANK"]
 
 
 def _no_shared_memory_op() -> None:
