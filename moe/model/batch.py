@@ -7,7 +7,7 @@ from torch import Tensor
 IGNORE_LABEL = -100
 """Label of a position that has no target; it enters neither the loss nor its normaliser."""
 PADDING_DOCUMENT = -1
-"""Document id of padding; such a token is not routed, not counted, and attended by nobody."""
+"""Document id of padding; such a token is not routed, not counted, and attended by itself alone."""
 
 
 class TokenBatch(NamedTuple):
