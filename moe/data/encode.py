@@ -115,7 +115,7 @@ def learn_tokenizer(
     )
     used = sum(sum(share.values()) for share in shares.values())
     texts = (
-        document.text[: shares[survey.source.domain][document.name]]
+        document.text.encode()[: shares[survey.source.domain][document.name]].decode("utf-8", "ignore")
         for survey in surveys
         for document in survey.source.documents([])
         if document.name in shares[survey.source.domain]
