@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe.launch import JobEnvironment
-from moe.start import launch_or_join, make_run_dir
-
 from moe.schema import RunConfig
+from moe.start import launch_or_join
 from moe.train.config import Checkpointing, EngineKind
 
 if TYPE_CHECKING:
     from moe.data.tokenizer import Tokenizer
-    from moe.diagnostics.store import MetricsStore
+    from moe.diagnostics.store import LoadLayout, MetricsStore
     from moe.model.transformer import Transformer
+    from moe.train.mesh import Mesh
 
 
 def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> int:
-    """One rank of a run, to its last step; returns 0. run_dir: None under a launcher, then rank 0 chooses.
+    """One rank of a run, to its last step; returns 0. run_dir: known on rank 0, which tells the others.
 
     Raises the errors of moe.errors; StopRun after a stop on request.
     """
@@ -43,7 +43,7 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
         stack.enter_context(process_group(collective=backend.collective, rank=job.rank, world_size=job.world_size))
         mesh = build_mesh(expert_size=config.parallel.expert, device=backend.device)
         first = mesh.rank == 0
-        run_dir = Path(agree_on_text(str(run_dir or make_run_dir(config)) if first else None))
+        run_dir = Path(agree_on_text(str(run_dir) if first else None))
         progress = Progress(config.trainer.max_steps) if first else None
         say = quiet
         if progress is not None:
@@ -86,7 +86,8 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
         )
         if step:
             say(f"going on after step {step} of {config.trainer.max_steps}")
-        store = stack.enter_context(open_store(config, run_dir, step, model, backend.name)) if first else None
+        layout = load_layout(config, model, mesh)
+        store = stack.enter_context(open_store(config, run_dir, step, layout, backend.name)) if first else None
 
         trainer = Trainer(
             run_dir=run_dir,
@@ -131,25 +132,36 @@ def describe_run(config: RunConfig, job: JobEnvironment, backend_name: str) -> s
     )
 
 
-def open_store(config: RunConfig, run_dir: Path, step: int, model: "Transformer", backend_name: str) -> "MetricsStore":
-    """Rank 0's files of the run folder; steps after `step` that a killed run left are cut off."""
-    from moe.diagnostics.environment import write_environment
-    from moe.diagnostics.store import LoadLayout, MetricsStore
+def load_layout(config: RunConfig, model: "Transformer", mesh: "Mesh") -> "LoadLayout | None":
+    """What the columns of the stored expert counts mean; None without MoE layers (collective)."""
+    from moe.diagnostics.store import LoadLayout
+    from moe.train.parallelize import rank_of_expert
 
     layers = model.moe_layers()
+    if not layers:
+        return None
+    return LoadLayout(
+        layer_indices=tuple(layer.layer_index for layer in layers),
+        num_experts=config.moe.num_experts,
+        top_k=config.moe.top_k,
+        rank_of_expert=rank_of_expert(layers[0].dispatcher, mesh),
+    )
+
+
+def open_store(
+    config: RunConfig, run_dir: Path, step: int, layout: "LoadLayout | None", backend_name: str
+) -> "MetricsStore":
+    """Rank 0's files of the run folder; steps after `step` that a killed run left are cut off."""
+    from moe.diagnostics.environment import write_environment
+    from moe.diagnostics.store import MetricsStore
+
+    run_dir.mkdir(parents=True, exist_ok=True)
     write_environment(run_dir, backend_name)
     return MetricsStore(
         run_dir,
         resume_step=step or None,
         max_steps=config.trainer.max_steps,
-        load_layout=LoadLayout(
-            layer_indices=tuple(layer.layer_index for layer in layers),
-            num_experts=config.moe.num_experts,
-            top_k=config.moe.top_k,
-            rank_of_expert=layers[0].dispatcher.rank_of_expert,
-        )
-        if layers
-        else None,
+        load_layout=layout,
         resume_command=f"switchyard run {config.recipe} run.dir={run_dir}",
     )
 

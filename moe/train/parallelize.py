@@ -1,10 +1,12 @@
 """From the whole model on meta to this rank's part of it (on the data path, between model and engine)."""
 
 import torch
+import torch.distributed as dist
 
 from backends.config import OpsConfig
 from dispatch.build import build_dispatcher
 from dispatch.config import DispatchConfig
+from dispatch.interface import TokenDispatcher
 from moe.model.config import ModelConfig, MoEConfig
 from moe.model.experts import Experts
 from moe.model.init import initialise
@@ -49,6 +51,14 @@ def build_model(
     initialise(part, seed=seed, device=mesh.device, dtype=dtype)
     part.checkpoint_blocks = checkpoint_blocks
     return part
+
+
+def rank_of_expert(dispatcher: TokenDispatcher, mesh: Mesh) -> tuple[int, ...]:
+    """For each global expert id, its rank in the expert group (collective over that group)."""
+    ids: list[tuple[int, ...]] = [()] * mesh.expert_size
+    dist.all_gather_object(ids, tuple(dispatcher.local_expert_ids), group=mesh.expert_group)
+    ranks = {expert: rank for rank, own in enumerate(ids) for expert in own}
+    return tuple(ranks[expert] for expert in range(dispatcher.num_experts))
 
 
 def weight_dtype(dtype: DType) -> torch.dtype:

@@ -16,7 +16,7 @@ from moe.diagnostics.load import max_vio
 from moe.diagnostics.progress import Progress
 from moe.diagnostics.record import EvalRecord, StepRecord
 from moe.diagnostics.store import MetricsStore
-from moe.errors import NumericError, StopRun
+from moe.errors import NumericError, StopRun, note_step
 from moe.model.batch import TokenBatch
 from moe.model.config import MoEConfig
 from moe.train.checkpoint import CHECKPOINTS, TrainState, checkpoint_path, save_checkpoint
@@ -67,26 +67,33 @@ class Trainer:
         finite (nothing of that step was applied), CheckpointError when one cannot be written.
         """
         while self.step < self.trainer.max_steps:
-            batches = self._batches(self.step)
-            counts, stopping = count_step(batches, mesh=self.mesh, stop_requested=self.stop.requested)
-            if stopping:
-                self._stop()
-            started = time.perf_counter()
-            lr = learning_rate(self.step + 1, self.optim, self.trainer.max_steps)
-            result = run_step(self.engine, batches, counts, mesh=self.mesh, moe=self.moe, lr=lr)
-            self.backend.synchronize()
-            self.step += 1
-            self._record(result, lr, time.perf_counter() - started)
-            if not result.outcome.applied:
-                raise NumericError(
-                    f"step {self.step}: the gradient norm is {result.outcome.grad_norm} (language loss {result.lm_loss}); "
-                    "no weight was changed. Go on from the newest checkpoint with a lower optim.lr, or with engine.dtype=fp32"
-                )
-            last = self.step == self.trainer.max_steps
-            if last or (self.trainer.eval_every and self.step % self.trainer.eval_every == 0):
-                self.evaluate()
-            if last or (self.trainer.save_every and self.step % self.trainer.save_every == 0):
-                self.save()
+            try:
+                self._train_one_step()
+                last = self.step == self.trainer.max_steps
+                if last or (self.trainer.eval_every and self.step % self.trainer.eval_every == 0):
+                    self.evaluate()
+                if last or (self.trainer.save_every and self.step % self.trainer.save_every == 0):
+                    self.save()
+            except Exception as error:
+                note_step(error, self.step)
+                raise
+
+    def _train_one_step(self) -> None:
+        started = time.perf_counter()
+        batches = self._batches(self.step)
+        counts, stopping = count_step(batches, mesh=self.mesh, stop_requested=self.stop.requested)
+        if stopping:
+            self._save_and_stop()
+        self.step += 1
+        lr = learning_rate(self.step, self.optim, self.trainer.max_steps)
+        result = run_step(self.engine, batches, counts, mesh=self.mesh, moe=self.moe, lr=lr)
+        self.backend.synchronize()
+        self._record(result, lr, time.perf_counter() - started)
+        if not result.outcome.applied:
+            raise NumericError(
+                f"step {self.step}: the gradient norm is {result.outcome.grad_norm} (language loss {result.lm_loss}); "
+                "no weight was changed. Go on from the newest checkpoint with a lower optim.lr, or with engine.dtype=fp32"
+            )
 
     def evaluate(self) -> dict[str, float]:
         """Held-out loss per domain, nats per token over all ranks (collective). Leaves no trace in the training state."""
@@ -125,7 +132,7 @@ class Trainer:
         if self.progress is not None:
             self.progress.message(f"step {self.step}: saved {path}")
 
-    def _stop(self) -> None:
+    def _save_and_stop(self) -> None:
         if self.step and not checkpoint_path(self.checkpoints, self.step).exists():
             self.save()
         reason = f"{self.stop.signal_name} came" if self.stop.signal_name else "another rank was asked to stop"
