@@ -29,9 +29,10 @@ def exchange_rows(
     return rows_RD
 
 
-def _exchange(
+def move_rows(
     rows_ND: Tensor, send_rows_P: Sequence[int], receive_rows_P: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
+    """exchange_rows without a gradient, for functions that bring their own backward. Any dtype."""
     received_RD = rows_ND.new_empty((sum(receive_rows_P), rows_ND.shape[1]))
     dist.all_to_all_single(received_RD, rows_ND.contiguous(), list(receive_rows_P), list(send_rows_P), group=group)
     return received_RD
@@ -48,9 +49,9 @@ class _ExchangeRows(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.send_rows_P, ctx.receive_rows_P, ctx.group = send_rows_P, receive_rows_P, group
-        return _exchange(rows_ND, send_rows_P, receive_rows_P, group)
+        return move_rows(rows_ND, send_rows_P, receive_rows_P, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _exchange(grad_RD, ctx.receive_rows_P, ctx.send_rows_P, ctx.group), None, None, None, None
+        return move_rows(grad_RD, ctx.receive_rows_P, ctx.send_rows_P, ctx.group), None, None, None, None

@@ -39,8 +39,8 @@ def reorder_rows(rows_RD: Tensor, reordering: Reordering) -> Tensor:
     return reordered_RD
 
 
-def _sum_over_picks(rows_ND: Tensor, weights_TK: Tensor | None, order: PickOrder) -> Tensor:
-    """Σ_k weight · row in fp32, [T, D]; weight 1 when None."""
+def sum_over_picks(rows_ND: Tensor, weights_TK: Tensor | None, order: PickOrder) -> Tensor:
+    """Σ_k weight · row in fp32, [T, D]; weight 1 when None. Without a gradient: for functions with their own backward."""
     total_TD = rows_ND.new_zeros((order.num_tokens, rows_ND.shape[1]), dtype=torch.float32)
     if rows_ND.shape[0] == 0:
         return total_TD
@@ -70,7 +70,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
-        return _sum_over_picks(grad_ND, None, ctx.order).to(grad_ND.dtype), None
+        return sum_over_picks(grad_ND, None, ctx.order).to(grad_ND.dtype), None
 
 
 class _SumRows(torch.autograd.Function):
@@ -78,7 +78,7 @@ class _SumRows(torch.autograd.Function):
     def forward(ctx: Any, rows_ND: Tensor, topk_weights_TK: Tensor, order: PickOrder) -> Tensor:
         ctx.save_for_backward(rows_ND, topk_weights_TK)
         ctx.order = order
-        return _sum_over_picks(rows_ND, topk_weights_TK.float(), order).to(rows_ND.dtype)
+        return sum_over_picks(rows_ND, topk_weights_TK.float(), order).to(rows_ND.dtype)
 
     @staticmethod
     @once_differentiable
