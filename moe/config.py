@@ -202,13 +202,10 @@ class _Reader:
                 if option in self._groups[key]:
                     choices[key] = str(option)
                 else:
-                    known = ", ".join(self._groups[key])
-                    self.refuse(
-                        key,
-                        option,
-                        f"must be one of {known}",
-                        f"choose {nearest(str(option), self._groups[key]) or known}",
-                    )
+                    options = self._groups[key]
+                    near = nearest(str(option), options)
+                    way_out = f"did you mean {near}?" if near else "choose one of them"
+                    self.refuse(key, option, f"must be one of {', '.join(options)}", way_out)
         return choices
 
     def apply_override(self, override: Override) -> None:
@@ -262,6 +259,7 @@ class _Reader:
         if self._complete and not (isinstance(name, str) and _RECIPE_NAME.fullmatch(name)):
             self.refuse("recipe", name, "must be the name of a recipe", "write recipe: NAME at the top", shown)
             self._complete = False
+        self._origins.update((leaf, shown) for leaf, _ in leaves(content))
         self._apply_file(content, origin=shown)
         return name if self._complete else None
 
