@@ -1,7 +1,7 @@
 """Pretraining, from top to bottom. `python -m recipes.pretrain RECIPE [overrides]` is `switchyard run RECIPE [overrides]`."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
     from moe.train.build import build_engine
     from moe.train.mesh import build_mesh, process_group
     from moe.train.parallelize import build_model, weight_dtype
-    from moe.train.rendezvous import agree_on_text, once_per_machine
+    from moe.train.rendezvous import agree_on_text, once_per_machine, require_equal
     from moe.train.resume import resume_run
     from moe.train.stop import stop_on_signals
     from moe.train.trainer import Trainer
@@ -54,6 +54,11 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
             job.local_rank,
             lambda: prepare_data(config.data, config.model, seed=config.trainer.seed, progress=say),
             lambda: open_data(config.data, config.model, seed=config.trainer.seed),
+        )
+        require_equal(
+            data.fingerprint,
+            what="the data fingerprint",
+            way_out="all machines must have the same source text: give them the same Python, or the same files",
         )
         backend.seed(config.trainer.seed)
         model = build_model(
@@ -87,7 +92,9 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
         if step:
             say(f"going on after step {step} of {config.trainer.max_steps}")
         layout = load_layout(config, model, mesh)
-        store = stack.enter_context(open_store(config, run_dir, step, layout, backend.name)) if first else None
+        store = None
+        if first:
+            store = stack.enter_context(open_store(config, run_dir, step, layout, backend.name, say))
 
         trainer = Trainer(
             run_dir=run_dir,
@@ -149,7 +156,12 @@ def load_layout(config: RunConfig, model: "Transformer", mesh: "Mesh") -> "LoadL
 
 
 def open_store(
-    config: RunConfig, run_dir: Path, step: int, layout: "LoadLayout | None", backend_name: str
+    config: RunConfig,
+    run_dir: Path,
+    step: int,
+    layout: "LoadLayout | None",
+    backend_name: str,
+    say: Callable[[str], None],
 ) -> "MetricsStore":
     """Rank 0's files of the run folder; steps after `step` that a killed run left are cut off."""
     from moe.diagnostics.environment import write_environment
@@ -163,6 +175,7 @@ def open_store(
         max_steps=config.trainer.max_steps,
         load_layout=layout,
         resume_command=f"switchyard run {config.recipe} run.dir={run_dir}",
+        say=say,
     )
 
 
@@ -180,7 +193,9 @@ def sample(config: RunConfig, model: "Transformer", tokenizer: "Tokenizer") -> s
         seed=config.trainer.seed,
         end_id=tokenizer.end_id,
     )
-    return f"sample after {prompt!r}:\n{prompt}{tokenizer.decode(ids)}"
+    # The model may know more ids than a tokenizer learned from a short text; those mean nothing.
+    written = tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
+    return f"sample after {prompt!r}:\n{prompt}{written}"
 
 
 def main(args: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from backends.device import Backend
 from moe.data.loader import HeldoutData, TrainingData, sample_index_for
-from moe.diagnostics.load import max_vio
+from moe.diagnostics.load import drop_rate, max_vio
 from moe.diagnostics.progress import Progress
 from moe.diagnostics.record import EvalRecord, StepRecord
 from moe.diagnostics.store import MetricsStore
@@ -167,7 +167,8 @@ class Trainer:
         if self.store is None or self.progress is None:
             return
         counts_LE = result.sums.tokens_per_expert_LE.cpu().numpy()
-        dropped, picks = int(result.sums.dropped_per_expert_LE.sum()), int(counts_LE.sum())
+        dropped_LE = result.sums.dropped_per_expert_LE.cpu().numpy()
+        dropped, picks = int(dropped_LE.sum()), int(counts_LE.sum())
         biases = expert_biases(self.engine.module)
         layers = [float(vio) for vio in max_vio(counts_LE)]
         tokens_per_second = result.counts.valid_tokens / seconds
@@ -188,6 +189,7 @@ class Trainer:
             max_vio=float(np.mean(layers)) if layers else None,
             max_vio_layers=layers,
             drop_rate=dropped / picks if picks else None,
+            drop_rate_layers=[float(rate) for rate in drop_rate(dropped_LE.sum(-1), counts_LE.sum(-1))],
             applied=result.outcome.applied,
             router_entropy=result.router_entropy,
             max_router_logit=float(result.sums.max_logit) if layers else None,

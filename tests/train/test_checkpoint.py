@@ -1,0 +1,283 @@
+"""Saving and resuming: whole, exact, and never over a good one."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe.model.config import RouterKind
+from moe.schema import RunConfig
+from moe.train.config import DType, EngineKind
+from tests.process_pool import ProcessPool
+
+Pools = Callable[[int], ProcessPool]
+
+
+def config_of(kind: EngineKind, dtype: DType, zero_stage: int, expert: int, batch_size: int = 8) -> RunConfig:
+    """A small run with a selection bias, so that every kind of state is there."""
+    base = RunConfig(recipe="resume")
+    return replace(
+        base,
+        model=replace(base.model, vocab_size=300, hidden_size=32, num_layers=2, intermediate_size=48),
+        moe=replace(
+            base.moe, num_experts=4, moe_intermediate_size=16, router=RouterKind.sigmoid, load_balancing_coef=0.0,
+            expert_bias_rate=1e-3,
+        ),
+        data=replace(base.data, seq_len=16),
+        parallel=replace(base.parallel, expert=expert),
+        engine=replace(base.engine, kind=kind, dtype=dtype, zero_stage=zero_stage),
+        trainer=replace(base.trainer, max_steps=10, batch_size=batch_size, accumulation=2, seed=5, save_every=5,
+                        eval_batches=1, eval_every=3),
+        optim=replace(base.optim, warmup_steps=4),
+    )  # fmt: skip
+
+
+def run_on_rank(
+    config: RunConfig, folder: str, data_folder: str, *, stop_after: int | None = None, evaluate_often: bool = True
+) -> dict[str, Any]:
+    """Train with the real trainer in `folder`, from its newest checkpoint; returns losses by step and final state."""
+    import torch
+    import torch.distributed as dist
+
+    from backends.resolve import resolve_backend
+    from moe.data.loader import HeldoutData, TrainingData
+    from moe.diagnostics.record import StepRecord
+    from moe.errors import StopRun
+    from moe.train.build import build_engine
+    from moe.train.mesh import build_mesh
+    from moe.train.parallelize import build_model, weight_dtype
+    from moe.train.resume import resume_run
+    from moe.train.step import expert_biases
+    from moe.train.stop import StopFlag
+    from moe.train.trainer import Trainer
+    from tests.train.shards import tiny_shards
+
+    class Recorder:
+        """Takes the place of store and progress line; asks for a stop after a step."""
+
+        def __init__(self) -> None:
+            self.losses: dict[int, tuple[float, float, float]] = {}
+
+        def write_step(self, record: StepRecord) -> None:
+            self.losses[record.step] = (record.lm_loss, record.grad_norm, record.lr)
+            if record.step == stop_after:
+                flag.request("SIGTERM")
+
+        def write_eval(self, record: object) -> None: ...
+        def update(self, record: object) -> None: ...
+        def message(self, text: str) -> None: ...
+
+    flag = StopFlag()
+    recorder = Recorder()
+    backend = resolve_backend("cpu", 0)
+    mesh = build_mesh(expert_size=config.parallel.expert, device=backend.device)
+    backend.seed(config.trainer.seed)
+    module = build_model(
+        config.model, config.moe, mesh=mesh, dispatch=config.dispatch, ops=config.backend.ops,
+        seed=config.trainer.seed, dtype=weight_dtype(config.engine.dtype), checkpoint_blocks=False,
+    )  # fmt: skip
+    engine = build_engine(
+        module, mesh=mesh, backend=backend, optim=config.optim, engine=config.engine,
+        accumulation=config.trainer.accumulation,
+    )  # fmt: skip
+    fingerprints = {"data": "abc"}
+    run_dir = Path(folder)
+    shards = tiny_shards(Path(data_folder), config.model.vocab_size)
+    stopped = False
+    try:
+        step = resume_run(
+            run_dir, engine=engine, mesh=mesh, backend=backend, trainer=config.trainer, fingerprints=fingerprints
+        )
+        trainer = Trainer(
+            run_dir=run_dir, mesh=mesh, backend=backend, engine=engine,
+            training_data=TrainingData([shards], config.data.seq_len, config.trainer.seed, config.model.vocab_size),
+            heldout_data=HeldoutData({"tiny": shards}, config.data.seq_len, config.model.vocab_size),
+            trainer=config.trainer if evaluate_often else replace(config.trainer, eval_every=0),
+            optim=config.optim, moe=config.moe, training_flops_per_token=1.0,
+            fingerprints=fingerprints, stop=flag, store=recorder, progress=recorder, step=step,  # type: ignore[arg-type]
+        )  # fmt: skip
+        try:
+            trainer.fit()
+        except StopRun:
+            stopped = True
+        state = {
+            f"{field}/{name}": getattr(parameter, field).clone().numpy()
+            for name, parameter in engine.parameter_states()
+            for field in ("weight", "exp_avg", "exp_avg_sq")
+        }
+        biases = [bias.clone().numpy() for bias in expert_biases(module)]
+        random = torch.get_rng_state().numpy()
+    finally:
+        engine.close()
+        mesh.close()
+        dist.barrier()
+    return {
+        "losses": recorder.losses, "state": state, "biases": biases, "start": step, "stopped": stopped, "random": random,
+    }  # fmt: skip
+
+
+CASES = [
+    (1, EngineKind.torch, DType.fp32, 0, 1),
+    (2, EngineKind.torch, DType.bf16, 0, 2),
+    (2, EngineKind.deepspeed, DType.bf16, 1, 2),
+    (2, EngineKind.deepspeed, DType.fp32, 0, 2),
+    (2, EngineKind.deepspeed, DType.bf16, 0, 1),
+    (4, EngineKind.deepspeed, DType.fp32, 2, 2),
+]
+
+
+@pytest.mark.parametrize(("world_size", "kind", "dtype", "stage", "expert"), CASES)
+def test_a_resumed_run_is_the_uninterrupted_run(
+    world_size: int, kind: EngineKind, dtype: DType, stage: int, expert: int, process_pool: Pools, tmp_path: Path
+) -> None:
+    """A14, A31, A32, A33: stopped on request after step 5 and started again, steps 6 to 10 are the same to the last bit:
+    losses, gradient norms, learning rates, masters, moments, biases, generators."""
+    config = config_of(kind, dtype, stage, expert)
+    pool = process_pool(world_size)
+    data = str(tmp_path / "data")
+    whole = pool.run(run_on_rank, config, str(tmp_path / "whole"), data)
+    first = pool.run(run_on_rank, config, str(tmp_path / "parts"), data, stop_after=5)
+    second = pool.run(run_on_rank, config, str(tmp_path / "parts"), data)
+    for rank in range(world_size):
+        assert first[rank]["stopped"]
+        assert second[rank]["start"] == 5
+        assert first[rank]["losses"] | second[rank]["losses"] == whole[rank]["losses"]
+        assert sorted(whole[rank]["losses"]) == list(range(1, 11))
+        assert whole[rank]["state"].keys() == second[rank]["state"].keys()
+        for name, expected in whole[rank]["state"].items():
+            assert (second[rank]["state"][name] == expected).all(), name
+        for expected, found in zip(whole[rank]["biases"], second[rank]["biases"], strict=True):
+            assert (expected == found).all()
+            assert expected.any()
+        assert (whole[rank]["random"] == second[rank]["random"]).all()
+
+
+def test_evaluation_leaves_no_trace(process_pool: Pools, tmp_path: Path) -> None:
+    """A17: with and without evaluations between the steps, everything is the same to the last bit."""
+    config = config_of(EngineKind.deepspeed, DType.bf16, 1, 2)
+    pool = process_pool(2)
+    data = str(tmp_path / "data")
+    often = pool.run(run_on_rank, config, str(tmp_path / "often"), data)
+    seldom = pool.run(run_on_rank, config, str(tmp_path / "seldom"), data, evaluate_often=False)
+    for left, right in zip(often, seldom, strict=True):
+        assert left["losses"] == right["losses"]
+        assert all((left["state"][name] == right["state"][name]).all() for name in left["state"])
+        assert all((a == b).all() for a, b in zip(left["biases"], right["biases"], strict=True))
+        assert (left["random"] == right["random"]).all()
+
+
+@pytest.fixture
+def saved(process_pool: Pools, tmp_path: Path) -> tuple[RunConfig, Path, str]:
+    """A run on one process with checkpoints of steps 5 and 10."""
+    config = config_of(EngineKind.torch, DType.fp32, 0, 1)
+    process_pool(1).run(run_on_rank, config, str(tmp_path / "run"), str(tmp_path / "data"))
+    return config, tmp_path / "run", str(tmp_path / "data")
+
+
+def test_checkpoints_hold_every_expert_by_its_global_id(process_pool: Pools, tmp_path: Path) -> None:
+    """A30: with EP 2 the files hold experts 0 to 3 once, and a run on one process takes them up, moments included."""
+    from safetensors import safe_open
+
+    config = config_of(EngineKind.deepspeed, DType.fp32, 1, 2)
+    data = str(tmp_path / "data")
+    (left, right) = process_pool(2).run(run_on_rank, config, str(tmp_path / "run"), data)
+    folder = tmp_path / "run" / "checkpoints" / "step-000010"
+    ids = []
+    for rank, run in enumerate((left, right)):
+        with safe_open(folder / f"experts-{rank}.safetensors", framework="np") as file:
+            ids += json.loads(file.metadata()["expert_ids"])
+            for name in run["state"]:
+                if ".experts." in name:
+                    assert (file.get_tensor(name) == run["state"][name]).all()
+    assert ids == [0, 1, 2, 3]
+    alone = replace(config_of(EngineKind.torch, DType.fp32, 0, 1), parallel=replace(config.parallel, expert=1))
+    alone = replace(alone, trainer=replace(alone.trainer, resume=str(folder)))
+    (run,) = process_pool(1).run(run_on_rank, alone, str(tmp_path / "alone"), data)
+    assert run["start"] == 10
+    for name, value in run["state"].items():
+        parts = [left["state"][name], right["state"][name]] if ".experts." in name else [left["state"][name]]
+        size = len(parts[0])
+        for index, part in enumerate(parts):
+            assert (value[index * size : (index + 1) * size] == part).all(), name
+
+
+def test_latest_names_the_newest_and_a_torn_one_is_passed_over(saved: tuple[RunConfig, Path, str]) -> None:
+    from moe.train.checkpoint import find_checkpoints, latest_checkpoint
+
+    _, run_dir, _ = saved
+    root = run_dir / "checkpoints"
+    assert [path.name for path in find_checkpoints(root)] == ["step-000005", "step-000010"]
+    assert (root / "latest").read_text() == "step-000010\n"
+    (root / "step-000015.tmp").mkdir()
+    (root / "step-000020").mkdir()
+    newest = latest_checkpoint(root)
+    assert newest is not None
+    assert newest.name == "step-000010"
+    # Killed between the two renames: the folder is whole, the pointer old.
+    (root / "latest").write_text("step-000005\n")
+    assert latest_checkpoint(root) == newest
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("truncate", r"dense\.safetensors cannot be read"),
+        ("missing", r"dense\.safetensors cannot be read"),
+        ("state", r"state\.json cannot be read"),
+        ("format", r"format 'other', this version reads"),
+        ("fingerprint", r"the data fingerprint is 'xyz', this run has 'abc'"),
+        ("batch", r"was written with trainer\.batch_size=8, this run has 4"),
+        ("model", r"has shape .* the model wants"),
+        ("never", r"would have to write over; choose trainer\.resume=auto, or another run\.dir"),
+        ("nowhere", r"is not a checkpoint folder"),
+    ],
+)
+def test_a_bad_checkpoint_is_refused_with_its_name(
+    damage: str, message: str, saved: tuple[RunConfig, Path, str], process_pool: Pools
+) -> None:
+    config, run_dir, data = saved
+    folder = run_dir / "checkpoints" / "step-000010"
+    match damage:
+        case "truncate":
+            content = (folder / "dense.safetensors").read_bytes()
+            (folder / "dense.safetensors").write_bytes(content[: len(content) // 2])
+        case "missing":
+            (folder / "dense.safetensors").unlink()
+        case "state":
+            (folder / "state.json").write_text("{")
+        case "format" | "fingerprint":
+            record = json.loads((folder / "state.json").read_text())
+            record |= {"format": "other"} if damage == "format" else {"fingerprints": {"data": "xyz"}}
+            (folder / "state.json").write_text(json.dumps(record))
+        case "batch":
+            config = replace(config, trainer=replace(config.trainer, batch_size=4, accumulation=1))
+        case "model":
+            config = replace(config, model=replace(config.model, intermediate_size=64))
+        case "never" | "nowhere":
+            config = replace(config, trainer=replace(config.trainer, resume=damage))
+    with pytest.raises(RuntimeError, match=message):
+        process_pool(1).run(run_on_rank, config, str(run_dir), data)
+
+
+def test_a_checkpoint_is_never_written_over(saved: tuple[RunConfig, Path, str], process_pool: Pools) -> None:
+    """A run that goes on from step 5 beside a step 10 is refused before it has trained, and changes nothing."""
+    config, run_dir, data = saved
+    folder = run_dir / "checkpoints"
+    before = {path: path.read_bytes() for path in (folder / "step-000010").iterdir()}
+    config = replace(config, trainer=replace(config.trainer, resume=str(folder / "step-000005")))
+    with pytest.raises(RuntimeError, match="which a run from step 5 would have to write over"):
+        process_pool(1).run(run_on_rank, config, str(run_dir), data)
+    assert {path: path.read_bytes() for path in (folder / "step-000010").iterdir()} == before
+
+
+def test_a_rank_that_cannot_write_stops_all_and_leaves_no_rubble(process_pool: Pools, tmp_path: Path) -> None:
+    """A file where the folder should be: every rank raises with rank and cause, nobody waits."""
+    config = config_of(EngineKind.torch, DType.fp32, 0, 2)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "checkpoints").write_text("in the way")
+    with pytest.raises(RuntimeError, match=r"saving .*step-000005: rank 0: (NotADirectory|FileExists)Error"):
+        process_pool(2).run(run_on_rank, config, str(run_dir), str(tmp_path / "data"))
