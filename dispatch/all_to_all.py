@@ -1,47 +1,64 @@
 """Flat all-to-all: each rank sends every rank just the rows it needs. On the token path, across an expert group.
 
-Legend: T tokens, D hidden, K picks per token, N kept picks of this rank, E experts, P ranks, e local experts,
+Legend: T tokens, D hidden, K picks per token, N kept picks of this rank, E experts, P ranks, C chunks, e local experts,
 R received rows. A slot is an expert's place when experts are listed rank by rank (dispatch/placement.py).
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dispatch.exchange import exchange_rows
+from dispatch.exchange import RowExchange, exchange_counts, open_channel
 from dispatch.interface import NOT_DISPATCHED, Dispatched, ExpertFunction
+from dispatch.overlap import Overlap, combine_stages, dispatch_stages, run_stages
 from dispatch.permute import PickOrder, Reordering, by_expert_then_source, sort_picks
 from dispatch.placement import Placement
 from dispatch.rows import gather_rows, reorder_rows, sum_rows
+from dispatch.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllToAllState:
-    """What combine needs to undo dispatch."""
+class AllToAllPlan:
+    """Where the rows of one chunk go."""
 
     order: PickOrder
     """Sent rows, by slot, token, pick."""
-    send_rows_P: tuple[int, ...]
-    """Rows this rank sent to each rank."""
-    receive_rows_P: tuple[int, ...]
-    """Rows this rank got from each rank."""
+    exchange: RowExchange
+    """Rows to each rank, and from each."""
     reordering: Reordering | None
     """From arrival order (source, expert, token) to expert order (expert, source, token); None with one expert."""
+    tokens_per_local_expert_e: Tensor
 
 
 class AllToAllDispatcher:
     """A TokenDispatcher with uneven all-to-all; ranks may hold different numbers of experts, and any rows may be zero.
 
-    One call exchanges E counts per rank first, so that every receiver knows what comes, then the rows.
+    One call exchanges E · C counts per rank first, so that every receiver knows what comes, then the rows.
     """
 
-    def __init__(self, placement: Placement, group: dist.ProcessGroup) -> None:
-        rank = dist.get_rank(group)
+    def __init__(
+        self,
+        placement: Placement,
+        group: dist.ProcessGroup,
+        *,
+        ranks_per_node: int | None = None,
+        overlap: Overlap | None = None,
+    ) -> None:
+        """ranks_per_node: consecutive ranks of the job that share a node; None: all do."""
         self.num_experts = placement.num_experts
-        self.local_expert_ids = placement.expert_ids_by_rank[rank]
-        self._group = group
+        self.local_expert_ids = placement.expert_ids_by_rank[dist.get_rank(group)]
+        self.traffic = Traffic()
+        self._overlap = Overlap() if overlap is None else overlap
+        self._channel = open_channel(
+            group,
+            ranks_per_node=dist.get_world_size() if ranks_per_node is None else ranks_per_node,
+            traffic=self.traffic,
+            forward_async=self._overlap.forward,
+            backward_async=self._overlap.backward,
+        )
         self._experts_per_rank = placement.experts_per_rank
         slot_of_expert = placement.slot_of_expert
         # The last entry serves NOT_DISPATCHED (index −1). No table when slots are the expert ids.
@@ -53,43 +70,83 @@ class AllToAllDispatcher:
 
     def dispatch(self, x_TD: Tensor, topk_expert_ids_TK: Tensor) -> Dispatched:
         """Rows of this rank's experts from all ranks, sorted by local expert, source rank, token, pick."""
-        order = sort_picks(self._slots(topk_expert_ids_TK), self.num_experts)
-        num_ranks, num_local_experts = len(self._experts_per_rank), len(self.local_expert_ids)
-        received_Pe = order.tokens_per_expert_E.new_empty(num_ranks * num_local_experts)
-        dist.all_to_all_single(
-            received_Pe,
-            order.tokens_per_expert_E.contiguous(),
-            [num_local_experts] * num_ranks,
-            self._experts_per_rank,
-            group=self._group,
-        )
-        received_Pe = received_Pe.view(num_ranks, num_local_experts)
-        # One copy to the host for both: the splits must be integers there.
-        counts = torch.cat((order.tokens_per_expert_E, received_Pe.sum(1))).tolist()
-        send_rows_P = _sums_of_pieces(counts[: self.num_experts], self._experts_per_rank)
-        receive_rows_P = tuple(counts[self.num_experts :])
-        rows_RD = exchange_rows(gather_rows(x_TD, order), send_rows_P, receive_rows_P, self._group)
-        reordering = None
-        if num_local_experts > 1:
-            reordering = by_expert_then_source(received_Pe, rows_RD.shape[0])
-            rows_RD = reorder_rows(rows_RD, reordering)
-        state = AllToAllState(
-            order=order, send_rows_P=send_rows_P, receive_rows_P=receive_rows_P, reordering=reordering
-        )
-        return Dispatched(rows_RD, received_Pe.sum(0), state)
+        return dispatch_stages(self, x_TD, topk_expert_ids_TK)
 
     def combine(self, rows_RD: Tensor, topk_weights_TK: Tensor, state: object) -> Tensor:
         """Send each row back to where its token lives; weighted sum over the token's kept picks there."""
-        assert isinstance(state, AllToAllState)
-        if state.reordering is not None:
-            rows_RD = reorder_rows(rows_RD, state.reordering.inverse())
-        rows_ND = exchange_rows(rows_RD, state.receive_rows_P, state.send_rows_P, self._group)
-        return sum_rows(rows_ND, topk_weights_TK, state.order)
+        return combine_stages(self, rows_RD, topk_weights_TK, state)
 
-    def run(self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor, experts: ExpertFunction) -> Tensor:
-        """dispatch, experts, combine, in one piece."""
-        rows_RD, tokens_per_local_expert_e, state = self.dispatch(x_TD, topk_expert_ids_TK)
-        return self.combine(experts(rows_RD, tokens_per_local_expert_e), topk_weights_TK, state)
+    def run(
+        self,
+        x_TD: Tensor,
+        topk_expert_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        experts: ExpertFunction,
+        beside: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """dispatch, experts, combine, in chunks."""
+        return run_stages(self, self._overlap, x_TD, topk_expert_ids_TK, topk_weights_TK, experts, beside)
+
+    def plan(self, x_TD: Tensor, topk_expert_ids_of_chunk: Sequence[Tensor]) -> list[AllToAllPlan]:
+        """Sort the picks of every chunk, and tell each rank how many rows of each chunk its experts get."""
+        orders = [sort_picks(self._slots(ids_TK), self.num_experts) for ids_TK in topk_expert_ids_of_chunk]
+        num_chunks, num_ranks, num_local = len(orders), len(self._experts_per_rank), len(self.local_expert_ids)
+        # By slot, then chunk: what one rank is told lies together.
+        counts_EC = torch.stack([order.tokens_per_expert_E for order in orders], 1)
+        received_PeC = exchange_counts(
+            counts_EC.flatten(),
+            [count * num_chunks for count in self._experts_per_rank],
+            [num_local * num_chunks] * num_ranks,
+            self._channel,
+        ).view(num_ranks, num_local, num_chunks)
+        # One copy to the host for both: the splits must be integers there.
+        numbers = torch.cat((counts_EC.t().flatten(), received_PeC.sum(1).t().flatten())).tolist()
+        plans = []
+        for chunk, order in enumerate(orders):
+            sent = numbers[chunk * self.num_experts : (chunk + 1) * self.num_experts]
+            start = num_chunks * self.num_experts + chunk * num_ranks
+            exchange = RowExchange(
+                send_rows_P=_sums_of_pieces(sent, self._experts_per_rank),
+                receive_rows_P=tuple(numbers[start : start + num_ranks]),
+                channel=self._channel,
+            )
+            received_Pe = received_PeC[:, :, chunk]
+            plans.append(
+                AllToAllPlan(
+                    order=order,
+                    exchange=exchange,
+                    reordering=by_expert_then_source(received_Pe, sum(exchange.receive_rows_P))
+                    if num_local > 1
+                    else None,
+                    tokens_per_local_expert_e=received_Pe.sum(0),
+                )
+            )
+        return plans
+
+    def pack(self, x_TD: Tensor, plan: AllToAllPlan) -> Tensor:
+        """Each token's row once per kept pick."""
+        return gather_rows(x_TD, plan.order)
+
+    def outward(self, plan: AllToAllPlan) -> RowExchange:
+        """To the ranks of the experts."""
+        return plan.exchange
+
+    def unpack(self, rows: Tensor, plan: AllToAllPlan) -> tuple[Tensor, Tensor]:
+        """By expert."""
+        rows_RD = rows if plan.reordering is None else reorder_rows(rows, plan.reordering)
+        return rows_RD, plan.tokens_per_local_expert_e
+
+    def repack(self, rows_RD: Tensor, plan: AllToAllPlan) -> Tensor:
+        """By source rank again."""
+        return rows_RD if plan.reordering is None else reorder_rows(rows_RD, plan.reordering.inverse())
+
+    def homeward(self, plan: AllToAllPlan) -> RowExchange:
+        """To the ranks of the tokens."""
+        return plan.exchange.inverse()
+
+    def finish(self, rows: Tensor, topk_weights_TK: Tensor, plan: AllToAllPlan) -> Tensor:
+        """Weighted sum over picks."""
+        return sum_rows(rows, topk_weights_TK, plan.order)
 
     def _slots(self, topk_expert_ids_TK: Tensor) -> Tensor:
         if self._slot_table is None:
@@ -98,7 +155,10 @@ class AllToAllDispatcher:
         return self._slot_table[topk_expert_ids_TK]
 
 
-def _sums_of_pieces(counts: list[int], piece_lengths: list[int]) -> tuple[int, ...]:
+def _sums_of_pieces(counts: Sequence[int], piece_lengths: Sequence[int]) -> tuple[int, ...]:
     """Sums over consecutive pieces of the given lengths."""
-    ends = torch.tensor(piece_lengths).cumsum(0).tolist()
-    return tuple(sum(counts[end - length : end]) for end, length in zip(ends, piece_lengths, strict=True))
+    sums, start = [], 0
+    for length in piece_lengths:
+        sums.append(sum(counts[start : start + length]))
+        start += length
+    return tuple(sums)

@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from dispatch.traffic import Traffic
+
 NOT_DISPATCHED = -1
 """Expert id of a pick that goes nowhere: padding, or dropped by capacity. Its share of the output is 0."""
 
@@ -42,6 +44,8 @@ class TokenDispatcher(Protocol):
     num_experts: int
     local_expert_ids: tuple[int, ...]
     """Global ids of the experts on this rank, in the order of the stacked weights."""
+    traffic: Traffic
+    """What was sent and waited for since somebody last collected it."""
 
     def dispatch(self, x_TD: Tensor, topk_expert_ids_TK: Tensor) -> Dispatched:
         """Bring each row to every rank that holds one of its chosen experts.
@@ -57,6 +61,17 @@ class TokenDispatcher(Protocol):
         """
         ...
 
-    def run(self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor, experts: ExpertFunction) -> Tensor:
-        """dispatch, experts, combine; a mode may do it in chunks so that exchange and computation overlap."""
+    def run(
+        self,
+        x_TD: Tensor,
+        topk_expert_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        experts: ExpertFunction,
+        beside: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """dispatch, experts, combine; a mode may do it in chunks so that exchange and computation overlap.
+
+        beside: work that needs no exchange, such as shared experts, called once, if possible while rows are on their
+        way; what it returns ([T, D]) is added to the result.
+        """
         ...

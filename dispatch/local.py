@@ -1,5 +1,6 @@
 """Dispatch when this rank holds every expert: sort, no exchange. On the token path, with one rank per expert group."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -7,6 +8,7 @@ from torch import Tensor
 from dispatch.interface import Dispatched, ExpertFunction
 from dispatch.permute import PickOrder, sort_picks
 from dispatch.rows import gather_rows, sum_rows
+from dispatch.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,7 @@ class LocalDispatcher:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
         self.local_expert_ids = tuple(range(num_experts))
+        self.traffic = Traffic()
 
     def dispatch(self, x_TD: Tensor, topk_expert_ids_TK: Tensor) -> Dispatched:
         """Rows of the kept picks, sorted by expert, then token, then pick."""
@@ -33,7 +36,15 @@ class LocalDispatcher:
         assert isinstance(state, LocalState)
         return sum_rows(rows_RD, topk_weights_TK, state.order)
 
-    def run(self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor, experts: ExpertFunction) -> Tensor:
+    def run(
+        self,
+        x_TD: Tensor,
+        topk_expert_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        experts: ExpertFunction,
+        beside: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         """dispatch, experts, combine, in one piece."""
         rows_RD, tokens_per_expert_E, state = self.dispatch(x_TD, topk_expert_ids_TK)
-        return self.combine(experts(rows_RD, tokens_per_expert_E), topk_weights_TK, state)
+        y_TD = self.combine(experts(rows_RD, tokens_per_expert_E), topk_weights_TK, state)
+        return y_TD if beside is None else y_TD + beside()

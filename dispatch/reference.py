@@ -9,6 +9,7 @@ experts gets every rank's rows and picks out its own.
 Legend: T tokens on this rank, D hidden, K picks per token, R rows of this rank's experts, P ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from dispatch.interface import NOT_DISPATCHED, Dispatched, ExpertFunction
 from dispatch.placement import Placement
+from dispatch.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,7 @@ class ReferenceDispatcher:
         self._placement = placement
         self.num_experts = placement.num_experts
         self.local_expert_ids = placement.expert_ids_by_rank[self._rank]
+        self.traffic = Traffic()
 
     def dispatch(self, x_TD: Tensor, topk_expert_ids_TK: Tensor) -> Dispatched:
         """Rows of this rank's experts from all ranks, sorted by local expert, source rank, token, pick."""
@@ -82,10 +85,18 @@ class ReferenceDispatcher:
             y_T.append(y_D.to(rows_RD.dtype))
         return torch.stack(y_T) if y_T else all_rows_ND[:0] * topk_weights_TK.sum().to(rows_RD.dtype)
 
-    def run(self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor, experts: ExpertFunction) -> Tensor:
+    def run(
+        self,
+        x_TD: Tensor,
+        topk_expert_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        experts: ExpertFunction,
+        beside: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         """dispatch, experts, combine, in one piece."""
         rows_RD, tokens_per_local_expert_e, state = self.dispatch(x_TD, topk_expert_ids_TK)
-        return self.combine(experts(rows_RD, tokens_per_local_expert_e), topk_weights_TK, state)
+        y_TD = self.combine(experts(rows_RD, tokens_per_local_expert_e), topk_weights_TK, state)
+        return y_TD if beside is None else y_TD + beside()
 
 
 def from_every_rank(part_AB: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:

@@ -20,8 +20,8 @@ class MoELayer(nn.Module):
     weights (a padding token gets NOT_DISPATCHED and weight 0). The dispatcher copies the row K times, sorted by expert,
     and brings each copy to the rank that holds that expert; there the stacked experts work on all rows at once. The
     dispatcher brings the K answers home and sums them, weighted, in fp32. Experts that see every token
-    (`shared_experts`) are added last. What the router saw goes out beside the result: nothing is kept here, so a
-    recomputed or an evaluating forward leaves no trace.
+    (`shared_experts`) work while the first rows are on their way, and are added last. What the router saw goes out
+    beside the result: nothing is kept here, so a recomputed or an evaluating forward leaves no trace.
 
     The layer is built with all E experts and a local dispatcher. Whoever lays out a run puts in another dispatcher
     together with an `Experts` that holds the rows `dispatcher.local_expert_ids`.
@@ -45,8 +45,12 @@ class MoELayer(nn.Module):
         """
         routing = self.router(x_BSD, valid_BS)
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
-        y_TD = self.dispatcher.run(x_TD, routing.topk_expert_ids_TK, routing.topk_weights_TK, self.experts)
-        y_BSD = y_TD.view(x_BSD.shape)
-        if self.shared_experts is not None:
-            y_BSD = y_BSD + self.shared_experts(x_BSD)
-        return y_BSD, routing.stats
+        shared_experts = self.shared_experts
+        y_TD = self.dispatcher.run(
+            x_TD,
+            routing.topk_expert_ids_TK,
+            routing.topk_weights_TK,
+            self.experts,
+            beside=None if shared_experts is None else lambda: shared_experts(x_TD),
+        )
+        return y_TD.view(x_BSD.shape), routing.stats
