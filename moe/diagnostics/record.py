@@ -60,6 +60,15 @@ class StepRecord:
     """Largest |router logit| of any token in any layer."""
     expert_bias_range: float | None = None
     """Largest minus smallest selection bias, largest over layers; None without bias balancing."""
+    dispatch_bytes_across: int | None = None
+    """Bytes that ranks sent to other nodes to bring rows to experts and back, in forward and backward, over all ranks.
+    None, and so the next three, when experts are not spread over ranks."""
+    dispatch_bytes_node: int | None = None
+    """The same to other ranks of their own node."""
+    dispatch_seconds: float | None = None
+    """Time with such an exchange under way, mean over ranks."""
+    dispatch_exposed_seconds: float | None = None
+    """The part of it in which the step only waited, mean over ranks: 1 − this / dispatch_seconds was hidden."""
     tokens_per_expert_LE: NDArray[np.int64] | None = field(default=None, repr=False)
     """Picks per MoE layer and expert before drops, over all ranks. Kept in load/, not in metrics.jsonl."""
 

@@ -27,6 +27,7 @@ from moe.train.objective import count_tokens
 from moe.train.optim import learning_rate
 from moe.train.step import StepResult, count_step, expert_biases, run_step
 from moe.train.stop import StopFlag
+from moe.train.traffic import collect_traffic, reduce_traffic
 
 
 @dataclass(kw_only=True)
@@ -117,6 +118,7 @@ class Trainer:
                         EvalRecord(step=self.step, domain=domain, lm_loss=losses[domain], num_tokens=int(tokens))
                     )
         module.train()
+        collect_traffic(module)  # what evaluation moved belongs to no step
         if self.progress is not None and losses:
             shown = ", ".join(f"{domain} {loss:.3f}" for domain, loss in losses.items())
             self.progress.message(f"step {self.step}: held-out loss {shown} nats per token")
@@ -162,6 +164,7 @@ class Trainer:
 
     def _record(self, result: StepResult, lr: float, seconds: float) -> None:
         """Hand the step to store and progress line (collective: the memory of the fullest rank)."""
+        traffic = reduce_traffic(collect_traffic(self.engine.module), self.mesh)
         memory = torch.tensor(self.backend.memory_bytes(), dtype=torch.int64, device=self.mesh.device)
         dist.all_reduce(memory, op=dist.ReduceOp.MAX, group=self.mesh.data_group)
         if self.store is None or self.progress is None:
@@ -194,6 +197,10 @@ class Trainer:
             router_entropy=result.router_entropy,
             max_router_logit=float(result.sums.max_logit) if layers else None,
             expert_bias_range=max((float(bias.max() - bias.min()) for bias in biases), default=None),
+            dispatch_bytes_across=traffic.bytes_across if traffic else None,
+            dispatch_bytes_node=traffic.bytes_node if traffic else None,
+            dispatch_seconds=traffic.seconds if traffic else None,
+            dispatch_exposed_seconds=traffic.exposed_seconds if traffic else None,
             tokens_per_expert_LE=counts_LE,
         )
         self.store.write_step(record)
