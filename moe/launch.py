@@ -306,8 +306,9 @@ class _Supervisor:
 
         former = {}
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # What the shell told us to ignore (nohup, a job in the background) stays ignored.
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            # nohup's wish holds. An ignored SIGINT is only what shells give to jobs in the background: whoever sends one
+            # to this process by hand means it.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 former[number] = signal.signal(number, handle)
         try:
             yield

@@ -89,7 +89,7 @@ def test_recipes_hold_only_what_differs_from_the_defaults() -> None:
                 section = match[1]
             elif (match := re.fullmatch(r"  (\w+): .*", line)) and section != "defaults":
                 path = f"{section}.{match[1]}"
-                # Three lines that the quickstart's reader shall see although they are defaults.
+                # Lines that a recipe's reader shall see although they are defaults.
                 if path not in ("engine.zero_stage", "engine.dtype", "model.num_dense_layers", "moe.top_k"):
                     assert to_plain_dict(config)[section][match[1]] != default[section][match[1]], (
                         f"{info.name}: {path}"

@@ -358,6 +358,25 @@ def test_stop_is_passed_on_and_ranks_save(number: int, tmp_path: Path, environ: 
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
+@pytest.mark.parametrize(("ignored", "stops"), [(signal.SIGHUP, False), (signal.SIGINT, True)])
+def test_nohup_is_respected_and_background_jobs_can_be_interrupted(
+    ignored: int, stops: bool, tmp_path: Path, environ: dict[str, str]
+) -> None:
+    former = signal.signal(ignored, signal.SIG_IGN)
+    try:
+        process = supervisor("stop", tmp_path, environ)
+    finally:
+        signal.signal(ignored, former)
+    wait_until(lambda: len(pids(tmp_path)) == 2)
+    process.send_signal(ignored)
+    if not stops:
+        time.sleep(0.3)
+        assert process.poll() is None
+        assert not list(tmp_path.glob("saved-*"))
+        process.send_signal(signal.SIGTERM)
+    assert finish(process, tmp_path)[0] == 75
+
+
 def test_two_signals_at_once_are_one_request(tmp_path: Path, environ: dict[str, str]) -> None:
     """coreutils' timeout signals the process and then its group."""
     process = supervisor("stop", tmp_path, environ)
