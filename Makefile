@@ -7,7 +7,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint types contracts unit smoke clean
+.PHONY: install demo test lint types contracts unit clean
 
 install: $(STAMP)
 
@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml
 demo: install
 	$(BIN)/switchyard run quickstart
 
-test: lint types contracts unit smoke
+test: lint types contracts unit
 
 lint: install
 	$(BIN)/ruff check .
@@ -36,9 +36,6 @@ contracts: install
 
 unit: install
 	$(BIN)/python -m pytest
-
-smoke: install
-	$(BIN)/python -m pytest -m smoke tests/test_recipes.py
 
 clean:
 	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
