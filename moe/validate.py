@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from dispatch.config import DispatchMode
 from moe.data.sources import source_problem
-from moe.model.config import RouterKind
+from moe.model.config import ROUTER_TRAITS, BalanceScope, BiasRule, RouterKind
 from moe.schema import Problem, RunConfig
 
 _MAX_SEED = 2**63 - 1
@@ -73,8 +73,22 @@ _RANGES: dict[str, tuple[Callable, str, str]] = {
     "moe.load_balancing_coef": _NOT_NEGATIVE,
     "moe.router_z_coef": _NOT_NEGATIVE,
     "moe.expert_bias_rate": _NOT_NEGATIVE,
+    "moe.expert_bias_clamp": _NOT_NEGATIVE,
+    "moe.expert_bias_freeze_after": _SHARE,
+    "moe.num_groups": _POSITIVE,
+    "moe.topk_groups": _POSITIVE,
+    "moe.router_logit_cap": _NOT_NEGATIVE,
+    "moe.router_jitter": (lambda value: 0 <= value < 1, "must be at least 0 and below 1", "choose 0.01, say"),
+    "moe.router_noise": _NOT_NEGATIVE,
+    "moe.router_seed": (lambda value: 0 <= value <= _MAX_SEED, "must lie between 0 and 2^63 - 1", "choose 0, say"),
+    "moe.forced_skew": _NOT_NEGATIVE,
+    "moe.balance.micro_batch": _NOT_NEGATIVE,
+    "moe.balance.sequence": _NOT_NEGATIVE,
+    "moe.balance.batch": _NOT_NEGATIVE,
+    "moe.balance.global_batch": _NOT_NEGATIVE,
     "parallel.nproc": _POSITIVE,
     "parallel.expert": _POSITIVE,
+    "dispatch.chunks": _POSITIVE,
     "engine.zero_stage": (lambda value: value in (0, 1, 2), "must be 0, 1 or 2", "choose 1, the base"),
     "optim.lr": _ABOVE_ZERO,
     "optim.beta1": _DECAY,
@@ -181,7 +195,16 @@ def _routing(config: RunConfig) -> Iterator[Problem]:
             way_out="set moe.normalize_topk=false",
             involves=("moe.top_k",),
         )
-    if moe.expert_bias_rate > 0 and moe.router is not RouterKind.sigmoid:
+    traits = ROUTER_TRAITS[moe.router]
+    if not traits.exact_top_k and moe.normalize_topk:
+        yield Problem(
+            path="moe.normalize_topk",
+            value="true",
+            rule=f"must be false with moe.router={moe.router.name}: a token that one expert takes would weigh 1, untaught",
+            way_out="set moe.normalize_topk=false",
+            involves=("moe.router",),
+        )
+    if moe.expert_bias_rate > 0 and not traits.expert_bias:
         yield Problem(
             path="moe.expert_bias_rate",
             value=moe.expert_bias_rate,
@@ -189,6 +212,108 @@ def _routing(config: RunConfig) -> Iterator[Problem]:
             way_out="set moe.router=sigmoid (moe=bias_balanced sets both), or moe.expert_bias_rate=0",
             involves=("moe.router",),
         )
+    if moe.router is not RouterKind.skewed and moe.forced_skew != 1:
+        yield Problem(
+            path="moe.forced_skew",
+            value=moe.forced_skew,
+            rule=f"has no effect with moe.router={moe.router.name}",
+            way_out="set moe.router=skewed, or leave it out",
+            involves=("moe.router",),
+        )
+    yield from _bias_schedule(config)
+    yield from _groups(config)
+
+
+def _bias_schedule(config: RunConfig) -> Iterator[Problem]:
+    """How the selection bias moves says nothing when it does not."""
+    moe = config.moe
+    if moe.expert_bias_rate > 0:
+        return
+    for path, value, neutral in (
+        ("moe.expert_bias_rule", moe.expert_bias_rule.name, BiasRule.sign.name),
+        ("moe.expert_bias_clamp", moe.expert_bias_clamp, 0.0),
+        ("moe.expert_bias_freeze_after", moe.expert_bias_freeze_after, 1.0),
+    ):
+        if value != neutral:
+            yield Problem(
+                path=path,
+                value=value,
+                rule="has no effect with moe.expert_bias_rate=0",
+                way_out=f"set moe.expert_bias_rate=1e-3 (with a router that has a bias), or {path}={neutral}",
+                involves=("moe.expert_bias_rate",),
+            )
+
+
+def _groups(config: RunConfig) -> Iterator[Problem]:
+    """Group-limited routing."""
+    moe = config.moe
+    if moe.num_groups < 1 or (moe.num_groups == 1 and moe.topk_groups == 1):
+        return
+    if not ROUTER_TRAITS[moe.router].groups:
+        yield Problem(
+            path="moe.num_groups",
+            value=moe.num_groups,
+            rule=f"has no effect with moe.router={moe.router.name}",
+            way_out="choose moe.router=softmax, sigmoid or sqrt_softplus, or moe.num_groups=1 and moe.topk_groups=1",
+            involves=("moe.router", "moe.topk_groups"),
+        )
+    elif moe.num_experts % moe.num_groups:
+        yield Problem(
+            path="moe.num_groups",
+            value=moe.num_groups,
+            rule=f"must divide moe.num_experts ({moe.num_experts})",
+            way_out=f"choose one of {_divisors(moe.num_experts)}",
+            involves=("moe.num_experts",),
+        )
+    elif moe.topk_groups > moe.num_groups:
+        yield Problem(
+            path="moe.topk_groups",
+            value=moe.topk_groups,
+            rule=f"must be at most moe.num_groups ({moe.num_groups})",
+            way_out=f"choose {moe.num_groups} or less",
+            involves=("moe.num_groups",),
+        )
+    elif moe.top_k > (allowed := moe.topk_groups * (moe.num_experts // moe.num_groups)):
+        yield Problem(
+            path="moe.top_k",
+            value=moe.top_k,
+            rule=f"must be at most the experts of moe.topk_groups ({moe.topk_groups}) groups, {allowed}",
+            way_out=f"choose {allowed} or less, or more moe.topk_groups",
+            involves=("moe.topk_groups", "moe.num_groups", "moe.num_experts"),
+        )
+
+
+def _balance(config: RunConfig) -> Iterator[Problem]:
+    """One way of asking for a load-balancing loss, and only of a router that it can balance."""
+    moe = config.moe
+    listed = {f"moe.balance.{scope.name}": getattr(moe.balance, scope.name) for scope in BalanceScope}
+    listed = {path: value for path, value in listed.items() if value}
+    if listed and moe.load_balancing_coef:
+        path, value = next(iter(listed.items()))
+        yield Problem(
+            path=path,
+            value=value,
+            rule=(
+                f"must not stand beside moe.load_balancing_coef ({moe.load_balancing_coef}), "
+                f"which asks for moe.balance_scope={moe.balance_scope.name} already"
+            ),
+            way_out=(
+                f"set moe.load_balancing_coef=0 and name every scope in moe.balance, or leave {path} out "
+                f"and set moe.balance_scope"
+            ),
+            involves=("moe.load_balancing_coef",),
+        )
+    if not ROUTER_TRAITS[moe.router].balance_loss:
+        asked = {**listed, "moe.load_balancing_coef": moe.load_balancing_coef}
+        for path, value in asked.items():
+            if value:
+                yield Problem(
+                    path=path,
+                    value=value,
+                    rule=f"has no effect with moe.router={moe.router.name}, whose choice follows no probabilities",
+                    way_out=f"set {path}=0",
+                    involves=("moe.router",),
+                )
 
 
 def _no_sparse_layers(config: RunConfig) -> Iterator[Problem]:
@@ -200,6 +325,7 @@ def _no_sparse_layers(config: RunConfig) -> Iterator[Problem]:
         ("moe.load_balancing_coef", 0),
         ("moe.router_z_coef", 0),
         ("moe.expert_bias_rate", 0),
+        *((f"moe.balance.{scope.name}", 0) for scope in BalanceScope),
         ("parallel.expert", 1),
     ):
         value = value_at(config, path)
@@ -284,6 +410,7 @@ def _sources(config: RunConfig) -> Iterator[Problem]:
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _model_shape,
     _routing,
+    _balance,
     _no_sparse_layers,
     _layout,
     _evaluation,

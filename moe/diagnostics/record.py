@@ -23,7 +23,8 @@ class StepRecord:
     lm_loss: float
     """Mean cross-entropy per labelled token, nats. Balance and z-loss are never inside it."""
     balance_loss: float | None = None
-    """Load-balancing loss before its coefficient, unit convention (1 = even), mean over MoE layers."""
+    """Load-balancing loss before its coefficient, unit convention (1 = even), mean over MoE layers; of several scopes
+    the widest."""
     z_loss: float | None = None
     """Router z-loss before its coefficient: mean squared logsumexp, mean over MoE layers."""
     total_loss: float
@@ -69,6 +70,23 @@ class StepRecord:
     """Time with such an exchange under way, mean over ranks."""
     dispatch_exposed_seconds: float | None = None
     """The part of it in which the step only waited, mean over ranks: 1 − this / dispatch_seconds was hidden."""
+    router_margin: float | None = None
+    """Mean distance of a token's last chosen score from the best one not chosen (in the router's scores), mean over
+    layers: near 0, small changes re-route."""
+    balance_loss_micro_batch: float | None = None
+    """Raw loss of that scope, mean over MoE layers; None when the scope is not asked for. So the next three."""
+    balance_loss_sequence: float | None = None
+    balance_loss_batch: float | None = None
+    balance_loss_global_batch: float | None = None
+    """Also there when no load-balancing loss is asked for at all."""
+    balance_loss_layers: Sequence[float] = ()
+    """balance_loss of each MoE layer; so the following ones of theirs."""
+    z_loss_layers: Sequence[float] = ()
+    router_entropy_layers: Sequence[float] = ()
+    router_margin_layers: Sequence[float] = ()
+    max_router_logit_layers: Sequence[float] = ()
+    expert_bias_range_layers: Sequence[float] = ()
+    """Empty without bias balancing."""
     tokens_per_expert_LE: NDArray[np.int64] | None = field(default=None, repr=False)
     """Picks per MoE layer and expert before drops, over all ranks. Kept in load/, not in metrics.jsonl."""
 

@@ -30,6 +30,7 @@ def initialise(
     | o_proj, down_proj, w2 (they write to the stream)  | normal, std model.init_std / sqrt(2 · layers)  |
     | norm weights                                      | 1                                              |
     | expert bias                                       | 0, always fp32                                 |
+    | frozen router weight (a buffer)                   | as a router weight, always fp32                |
 
     Each tensor is drawn in fp32 on the CPU from a generator of its own, seeded by (seed, global name), each expert of a
     stacked tensor by (seed, global name, global expert id), and cast to `dtype` afterwards. So the values do not depend
@@ -57,7 +58,11 @@ def initialise(
             replacement.__dict__.update(parameter.__dict__)
             setattr(module, name, replacement)
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
+            path = f"{module_name}.{name}"
+            drawn = path.endswith("router.weight")
+            std = standard_deviation(path, model.model_config)
+            value = _draw(path, buffer.shape, std=std, seed=seed) if drawn else torch.zeros(buffer.shape)
+            setattr(module, name, value.to(device, buffer.dtype))
 
 
 def standard_deviation(path: str, model: ModelConfig) -> float:

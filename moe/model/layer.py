@@ -11,6 +11,7 @@ from moe.model.config import MoEConfig
 from moe.model.experts import Experts, SwiGLU
 from moe.model.outputs import RouterStats
 from moe.model.router import Router
+from moe.model.routers.rule import TokenContext
 
 
 class MoELayer(nn.Module):
@@ -38,12 +39,16 @@ class MoELayer(nn.Module):
             SwiGLU(hidden_size, moe.num_shared_experts * moe.moe_intermediate_size) if moe.num_shared_experts else None
         )
 
-    def forward(self, x_BSD: Tensor, valid_BS: Tensor) -> tuple[Tensor, RouterStats]:
-        """x_BSD: any floating dtype; valid_BS: bool. Returns [B, S, D] in the dtype of x, and this layer's stats.
+    def forward(
+        self, x_BSD: Tensor, valid_BS: Tensor, tokens: TokenContext | None = None
+    ) -> tuple[Tensor, RouterStats]:
+        """x_BSD: any floating dtype; valid_BS: bool; tokens: see `Router.forward`.
+
+        Returns [B, S, D] in the dtype of x, and this layer's stats.
 
         Collective under expert parallelism: all ranks of the expert group call together, with any number of tokens.
         """
-        routing = self.router(x_BSD, valid_BS)
+        routing = self.router(x_BSD, valid_BS, tokens)
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         shared_experts = self.shared_experts
         y_TD = self.dispatcher.run(

@@ -13,7 +13,7 @@ class RouterStats(NamedTuple):
     """Of one MoE layer; `ModelOutput.router` holds the same fields stacked to a leading L."""
 
     tokens_per_expert_BE: Tensor
-    """int64: picks of each expert, before any drop. Sums to (valid tokens) · K."""
+    """int64: picks of each expert, before any drop. Sums to (valid tokens) · K (docs/routers.md says where not)."""
     router_probs_sum_BE: Tensor
     """fp32, differentiable: Σ over valid tokens of the load-balancing loss's probabilities (each token's sum to 1)."""
     z_sum: Tensor
@@ -21,9 +21,11 @@ class RouterStats(NamedTuple):
     entropy_sum: Tensor
     """fp32 scalar, no gradient: Σ entropy of the probabilities, nats."""
     max_logit: Tensor
-    """fp32 scalar, no gradient: largest |logit| (0 without valid tokens)."""
+    """fp32 scalar, no gradient: largest |logit| (0 without valid tokens); not finite when one of them is not."""
     dropped_per_expert_E: Tensor
     """int64: picks not served because of capacity."""
+    margin_sum: Tensor
+    """fp32 scalar, no gradient: Σ over valid tokens of the last chosen score minus the best one not chosen."""
 
 
 class ModelOutput(NamedTuple):

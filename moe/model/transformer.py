@@ -19,6 +19,8 @@ from moe.model.loss import lm_loss_sum
 from moe.model.norm import RMSNorm
 from moe.model.outputs import ModelOutput, RouterStats
 from moe.model.rope import RotaryAngles, rotary_angles
+from moe.model.routers.randomness import token_keys
+from moe.model.routers.rule import TokenContext
 
 
 class BlockContext(NamedTuple):
@@ -28,6 +30,8 @@ class BlockContext(NamedTuple):
     angles: RotaryAngles
     valid_BS: Tensor
     """bool, False for padding."""
+    tokens: TokenContext
+    """Token ids and their names in random numbers, for the routers that use them."""
 
 
 class Block(nn.Module):
@@ -52,7 +56,7 @@ class Block(nn.Module):
         if self.moe is None:
             assert self.mlp is not None
             return x_BSD + self.mlp(inner_BSD), None
-        y_BSD, stats = self.moe(inner_BSD, context.valid_BS)
+        y_BSD, stats = self.moe(inner_BSD, context.valid_BS, context.tokens)
         return x_BSD + y_BSD, stats
 
 
@@ -69,6 +73,8 @@ class Transformer(nn.Module):
         self.moe_config = moe
         self.checkpoint_blocks = False
         """Whether backward computes each block's inside again instead of keeping it."""
+        self.routing_step = 0
+        """Optimizer step that jitter, noise and forced routers draw for; whoever runs steps sets it."""
         self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleList(Block(model, moe, layer_index=index) for index in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
@@ -86,6 +92,7 @@ class Transformer(nn.Module):
                 batch.positions_BS, head_dim=resolve_head_dim(self.model_config), theta=self.model_config.rope_theta
             ),
             valid_BS=batch.document_ids_BS != PADDING_DOCUMENT,
+            tokens=TokenContext(batch.input_ids_BS, token_keys(batch, self.routing_step)),
         )
 
     def hidden(self, batch: TokenBatch) -> tuple[Tensor, RouterStats | None]:

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.model.balance import expert_bias_update
+from moe.model.balance import balance_sum_batch, expert_bias_rate, expert_bias_update
 from moe.model.batch import TokenBatch
-from moe.model.config import MoEConfig
+from moe.model.config import BalanceScope, MoEConfig, balance_terms
 from moe.model.transformer import Transformer
 from moe.train.engine import Engine, StepOutcome
 from moe.train.mesh import Mesh
-from moe.train.objective import StepCounts, StepSums, count_tokens, loss_share
+from moe.train.objective import FIGURES, StepCounts, StepSums, count_picks_of_step, count_tokens, loss_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,40 +23,69 @@ class StepResult:
     outcome: StepOutcome
     counts: StepCounts
     sums: StepSums
+    moe: MoEConfig
 
     @property
     def lm_loss(self) -> float:
         """Mean nats per labelled token."""
-        return float(self.sums.floats[0]) / max(self.counts.labelled_tokens, 1)
+        return float(self.sums.lm_loss_sum) / max(self.counts.labelled_tokens, 1)
 
-    def _router_mean(self, index: int) -> float | None:
-        num_layers = self.sums.tokens_per_expert_LE.shape[0]
-        if not num_layers:
-            return None
-        return float(self.sums.floats[index]) / (max(self.counts.valid_tokens, 1) * num_layers)
+    def layer_means(self, figure: str) -> list[float]:
+        """Mean over valid tokens of one of FIGURES, by MoE layer."""
+        column_L = self.sums.figures_LF[:, FIGURES.index(figure)]
+        return (column_L / max(self.counts.valid_tokens, 1)).tolist()
+
+    def _mean(self, figure: str) -> float | None:
+        return mean_of(self.layer_means(figure))
+
+    @property
+    def balance_losses(self) -> dict[BalanceScope, list[float]]:
+        """Raw load-balancing loss of each scope asked for, by MoE layer: 1.0 at perfect balance.
+
+        When none is asked for, that of the global batch, which the sums of the step give without further work.
+        """
+        losses = {scope: self.layer_means(scope.name) for scope in balance_terms(self.moe)}
+        if not losses:
+            of_step_L = balance_sum_batch(self.sums.probs_sum_LE, self.sums.tokens_per_expert_LE)
+            losses[BalanceScope.global_batch] = (of_step_L / max(self.counts.valid_tokens, 1)).tolist()
+        return losses
 
     @property
     def balance_loss(self) -> float | None:
-        """Raw load-balancing loss, mean over MoE layers: 1.0 at perfect balance. None without MoE layers."""
-        return self._router_mean(1)
+        """Raw load-balancing loss of the widest scope asked for, mean over MoE layers. None without MoE layers."""
+        return mean_of(list(self.balance_losses.values())[-1])
+
+    @property
+    def mean_probs_LE(self) -> Tensor:
+        """Mean router probability of each expert over the step's valid tokens, fp32."""
+        return self.sums.probs_sum_LE / max(self.counts.valid_tokens, 1)
 
     @property
     def z_loss(self) -> float | None:
         """Raw z-loss, mean over MoE layers and tokens."""
-        return self._router_mean(2)
+        return self._mean("z")
 
     @property
     def router_entropy(self) -> float | None:
         """Mean entropy of the router's probabilities, nats."""
-        return self._router_mean(3)
+        return self._mean("entropy")
 
-    def total_loss(self, moe: MoEConfig) -> float:
+    @property
+    def router_margin(self) -> float | None:
+        """Mean distance of the last chosen score from the best one not chosen."""
+        return self._mean("margin")
+
+    @property
+    def total_loss(self) -> float:
         """The objective."""
-        return (
-            self.lm_loss
-            + moe.load_balancing_coef * (self.balance_loss or 0.0)
-            + moe.router_z_coef * (self.z_loss or 0.0)
-        )
+        losses = self.balance_losses
+        balance = sum(coef * (mean_of(losses[scope]) or 0.0) for scope, coef in balance_terms(self.moe).items())
+        return self.lm_loss + balance + self.moe.router_z_coef * (self.z_loss or 0.0)
+
+
+def mean_of(values: Sequence[float]) -> float | None:
+    """The mean; None of nothing."""
+    return sum(values) / len(values) if values else None
 
 
 def expert_biases(module: Transformer) -> list[Tensor]:
@@ -87,23 +116,39 @@ def run_step(
     mesh: Mesh,
     moe: MoEConfig,
     lr: float,
+    step: int = 1,
+    max_steps: int = 1,
     before_update: Callable[[], None] | None = None,
 ) -> StepResult:
     """Forward and backward over the micro-batches, one update, one move of the expert bias.
 
+    step, max_steps: number of this step (from 1) and of all; random routing and the bias's schedule depend on them.
     before_update: called between the last backward and the update (the parity harness reads gradients there).
     Non-finite gradients change nothing anywhere: no weight, no moment, no bias.
+
+    Raises NumericError when router logits are not finite: on the CPU at once and on that rank, elsewhere on all ranks
+    before the update.
     """
-    layers = engine.module.moe_layers()
+    module = engine.module
+    layers = module.moe_layers()
+    module.routing_step = step
     sums = StepSums.zeros(len(layers), moe.num_experts, mesh.device)
+    step_counts_LE = None
+    if layers and len(batches) > 1 and BalanceScope.global_batch in balance_terms(moe):
+        step_counts_LE = count_picks_of_step(module, batches, mesh.data_group)
     for batch in batches:
         output = engine.forward(batch)
-        engine.backward(loss_share(output, moe=moe, counts=counts, data_group=mesh.data_group, sums=sums))
+        share = loss_share(
+            output, moe=moe, counts=counts, data_group=mesh.data_group, sums=sums, step_counts_LE=step_counts_LE
+        )
+        engine.backward(share)
     if before_update is not None:
         before_update()
-    outcome = engine.step(lr)
     sums.reduce(mesh.data_group)
-    if outcome.applied and moe.expert_bias_rate:
-        for bias, tokens_per_expert_E in zip(expert_biases(engine.module), sums.tokens_per_expert_LE, strict=True):
-            expert_bias_update(bias, tokens_per_expert_E, moe.expert_bias_rate)
-    return StepResult(outcome=outcome, counts=counts, sums=sums)
+    sums.stop_if_not_finite([layer.layer_index for layer in layers])
+    outcome = engine.step(lr)
+    rate = expert_bias_rate(moe, step, max_steps)
+    if outcome.applied and rate:
+        for bias, tokens_per_expert_E in zip(expert_biases(module), sums.tokens_per_expert_LE, strict=True):
+            expert_bias_update(bias, tokens_per_expert_E, rate, rule=moe.expert_bias_rule, clamp=moe.expert_bias_clamp)
+    return StepResult(outcome=outcome, counts=counts, sums=sums, moe=moe)

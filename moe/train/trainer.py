@@ -25,7 +25,7 @@ from moe.train.engine import Engine
 from moe.train.mesh import Mesh
 from moe.train.objective import count_tokens
 from moe.train.optim import learning_rate
-from moe.train.step import StepResult, count_step, expert_biases, run_step
+from moe.train.step import StepResult, count_step, expert_biases, mean_of, run_step
 from moe.train.stop import StopFlag
 from moe.train.traffic import collect_traffic, reduce_traffic
 
@@ -87,7 +87,16 @@ class Trainer:
             self._save_and_stop()
         self.step += 1
         lr = learning_rate(self.step, self.optim, self.trainer.max_steps)
-        result = run_step(self.engine, batches, counts, mesh=self.mesh, moe=self.moe, lr=lr)
+        result = run_step(
+            self.engine,
+            batches,
+            counts,
+            mesh=self.mesh,
+            moe=self.moe,
+            lr=lr,
+            step=self.step,
+            max_steps=self.trainer.max_steps,
+        )
         self.backend.synchronize()
         self._record(result, lr, time.perf_counter() - started)
         if not result.outcome.applied:
@@ -173,6 +182,8 @@ class Trainer:
         dropped_LE = result.sums.dropped_per_expert_LE.cpu().numpy()
         dropped, picks = int(dropped_LE.sum()), int(counts_LE.sum())
         biases = expert_biases(self.engine.module)
+        bias_ranges = [float(bias.max() - bias.min()) for bias in biases]
+        balance_losses = {scope.name: mean_of(layers) for scope, layers in result.balance_losses.items()}
         layers = [float(vio) for vio in max_vio(counts_LE)]
         tokens_per_second = result.counts.valid_tokens / seconds
         record = StepRecord(
@@ -180,7 +191,7 @@ class Trainer:
             lm_loss=result.lm_loss,
             balance_loss=result.balance_loss,
             z_loss=result.z_loss,
-            total_loss=result.total_loss(self.moe),
+            total_loss=result.total_loss,
             grad_norm=result.outcome.grad_norm,
             lr=lr,
             num_tokens=result.counts.labelled_tokens,
@@ -196,7 +207,18 @@ class Trainer:
             applied=result.outcome.applied,
             router_entropy=result.router_entropy,
             max_router_logit=float(result.sums.max_logit) if layers else None,
-            expert_bias_range=max((float(bias.max() - bias.min()) for bias in biases), default=None),
+            expert_bias_range=max(bias_ranges, default=None),
+            router_margin=result.router_margin,
+            balance_loss_micro_batch=balance_losses.get("micro_batch"),
+            balance_loss_sequence=balance_losses.get("sequence"),
+            balance_loss_batch=balance_losses.get("batch"),
+            balance_loss_global_batch=balance_losses.get("global_batch"),
+            balance_loss_layers=list(result.balance_losses.values())[-1],
+            z_loss_layers=result.layer_means("z"),
+            router_entropy_layers=result.layer_means("entropy"),
+            router_margin_layers=result.layer_means("margin"),
+            max_router_logit_layers=result.sums.max_logit_L.tolist(),
+            expert_bias_range_layers=bias_ranges,
             dispatch_bytes_across=traffic.bytes_across if traffic else None,
             dispatch_bytes_node=traffic.bytes_node if traffic else None,
             dispatch_seconds=traffic.seconds if traffic else None,

@@ -15,7 +15,7 @@ from backends.device import Backend
 from dispatch.config import DispatchMode
 from moe.data.loader import sample_index_for
 from moe.model.batch import IGNORE_LABEL, PADDING_DOCUMENT, TokenBatch
-from moe.model.config import BalanceScope
+from moe.model.config import BalanceScope, balance_terms
 from moe.model.layer import MoELayer
 from moe.model.transformer import Transformer
 from moe.schema import RunConfig
@@ -177,10 +177,10 @@ def describe_layout(config: RunConfig, mesh: Mesh) -> str:
 def one_process(config: RunConfig) -> RunConfig:
     """The oracle of a layout: the plain engine on one process, nothing split, nothing recomputed.
 
-    Accumulation stays where the mathematics names the micro-step (balance_scope=batch); the dispatcher is the
-    reference.
+    Accumulation stays where the mathematics names the micro-step (balance scopes batch and micro_batch, and the latter
+    names the rank too: it has no oracle here); the dispatcher is the reference.
     """
-    keep = config.moe.balance_scope is BalanceScope.batch and config.moe.load_balancing_coef > 0
+    keep = not {BalanceScope.batch, BalanceScope.micro_batch}.isdisjoint(balance_terms(config.moe))
     return replace(
         config,
         parallel=replace(config.parallel, nproc=1, expert=1),
@@ -265,7 +265,17 @@ def _record_step(config: RunConfig, engine: Engine, mesh: Mesh, step: int, *, wi
             gradients.update(_assemble(engine.gradients(), engine.module, mesh))
 
     lr = learning_rate(step + 1, config.optim, config.trainer.max_steps)
-    result = run_step(engine, batches, counts, mesh=mesh, moe=config.moe, lr=lr, before_update=read_gradients)
+    result = run_step(
+        engine,
+        batches,
+        counts,
+        mesh=mesh,
+        moe=config.moe,
+        lr=lr,
+        step=step + 1,
+        max_steps=config.trainer.max_steps,
+        before_update=read_gradients,
+    )
     biases = [bias.cpu().clone() for bias in expert_biases(engine.module)]
     return StepTrace(
         lm_loss=result.lm_loss,

@@ -6,7 +6,8 @@ from torch import Tensor
 from moe.model.batch import IGNORE_LABEL, PADDING_DOCUMENT, TokenBatch
 from moe.model.config import ModelConfig, MoEConfig
 from moe.model.init import initialise
-from moe.model.router import Router
+from moe.model.router import Router, Routing
+from moe.model.routers.rule import TokenContext
 from moe.model.transformer import Transformer
 
 F1_LOGITS = ((2.0, 1.0, 0.0, -1.0), (2.0, 0.0, 1.0, -1.0), (1.0, 2.0, -1.0, 0.0), (2.0, 1.0, -1.0, 0.0))
@@ -68,3 +69,19 @@ def logits_router(moe: MoEConfig, *, layer_index: int = 3) -> Router:
 def f1(num_rows: int = 1) -> Tensor:
     """F1 as [num_rows, 4 / num_rows, 4], wanting a gradient."""
     return torch.tensor(F1_LOGITS).view(num_rows, -1, 4).requires_grad_()
+
+
+def context(valid_BS: Tensor, seed: int = 7) -> TokenContext:
+    """Some token ids and keys."""
+    generator = torch.Generator().manual_seed(seed)
+    ids_BS = torch.randint(19, valid_BS.shape, generator=generator)
+    keys_BS = torch.randint(-(2**62), 2**62, valid_BS.shape, generator=generator)
+    return TokenContext(ids_BS, keys_BS)
+
+
+def route(
+    moe: MoEConfig, logits_BSE: Tensor, valid_BS: Tensor | None = None, tokens: TokenContext | None = None
+) -> Routing:
+    """Route tokens whose logits are given; all valid and with some context, unless that is given too."""
+    valid_BS = torch.ones(logits_BSE.shape[:2], dtype=torch.bool) if valid_BS is None else valid_BS
+    return logits_router(moe)(logits_BSE, valid_BS, context(valid_BS) if tokens is None else tokens)

@@ -7,7 +7,7 @@ from torch import Tensor
 from moe.model.balance import balance_sum_batch, balance_sum_sequence, expert_bias_update, z_sum
 from moe.model.config import MoEConfig, RouterKind
 from moe.model.outputs import RouterStats
-from tests.model.cases import F1_LOGITS, f1, logits_router
+from tests.model.cases import F1_LOGITS, context, f1, logits_router
 
 TOP_K = 2
 COLLAPSED = (10.0, 10.0, -10.0, -10.0)
@@ -16,11 +16,11 @@ COLLAPSED = (10.0, 10.0, -10.0, -10.0)
 def stats_of(logits_BSE: Tensor, valid_BS: Tensor | None = None, kind: RouterKind = RouterKind.softmax) -> RouterStats:
     valid_BS = torch.ones(logits_BSE.shape[:2], dtype=torch.bool) if valid_BS is None else valid_BS
     moe = MoEConfig(num_experts=logits_BSE.shape[-1], top_k=TOP_K, router=kind)
-    return logits_router(moe)(logits_BSE, valid_BS).stats
+    return logits_router(moe)(logits_BSE, valid_BS, context(valid_BS)).stats
 
 
 def batch_sum(stats: RouterStats) -> Tensor:
-    return balance_sum_batch(stats.router_probs_sum_BE.sum(0), stats.tokens_per_expert_BE.sum(0), TOP_K)
+    return balance_sum_batch(stats.router_probs_sum_BE.sum(0), stats.tokens_per_expert_BE.sum(0))
 
 
 def batch_loss(stats: RouterStats) -> Tensor:
@@ -29,7 +29,7 @@ def batch_loss(stats: RouterStats) -> Tensor:
 
 
 def sequence_loss(stats: RouterStats) -> Tensor:
-    sums = balance_sum_sequence(stats.router_probs_sum_BE, stats.tokens_per_expert_BE, TOP_K)
+    sums = balance_sum_sequence(stats.router_probs_sum_BE, stats.tokens_per_expert_BE)
     return sums / (stats.tokens_per_expert_BE.sum() // TOP_K)
 
 
@@ -47,7 +47,7 @@ def test_f1_has_the_stated_counts_and_probabilities() -> None:
 def test_balance_loss_depends_on_routing() -> None:
     """A01: F1 gives 1.584640; even load exactly 1; all tokens to two of four experts 2."""
     close(batch_loss(stats_of(f1())), 1.584640)
-    even = balance_sum_batch(torch.full((4,), 1.0), torch.tensor([2, 2, 2, 2]), TOP_K) / 4
+    even = balance_sum_batch(torch.full((4,), 1.0), torch.tensor([2, 2, 2, 2])) / 4
     assert even == 1.0
     close(batch_loss(stats_of(torch.tensor(COLLAPSED).expand(1, 4, 4))), 2.0)
 
@@ -69,7 +69,7 @@ def test_padding_alone_gives_zero(kind: RouterKind) -> None:
     """A02: 0 and not NaN, for both scopes, with gradients of 0."""
     logits_BSE = f1(2)
     stats = stats_of(logits_BSE, torch.zeros(2, 2, dtype=torch.bool), kind)
-    total = batch_sum(stats) + balance_sum_sequence(stats.router_probs_sum_BE, stats.tokens_per_expert_BE, TOP_K)
+    total = batch_sum(stats) + balance_sum_sequence(stats.router_probs_sum_BE, stats.tokens_per_expert_BE)
     total = total + stats.z_sum
     assert total.item() == 0.0
     total.backward()
@@ -82,7 +82,7 @@ def test_collapsed_layers_do_not_cancel() -> None:
     layers = [stats_of(torch.tensor(row).expand(1, 4, 4)) for row in (COLLAPSED, COLLAPSED[::-1])]
     probs_LE = torch.stack([layer.router_probs_sum_BE.sum(0) for layer in layers])
     counts_LE = torch.stack([layer.tokens_per_expert_BE.sum(0) for layer in layers])
-    close(balance_sum_batch(probs_LE, counts_LE, TOP_K) / 4, 2.0, 2.0)
+    close(balance_sum_batch(probs_LE, counts_LE) / 4, 2.0, 2.0)
 
 
 @pytest.mark.parametrize("coefficient", [1.0, 0.001])
@@ -114,7 +114,7 @@ def test_ranks_add_up_to_the_joint_batch() -> None:
     all_stats = [stats_of(rank) for rank in ranks]
     counts_E = sum(stats.tokens_per_expert_BE.sum(0) for stats in all_stats)
     assert isinstance(counts_E, Tensor)
-    shares = [balance_sum_batch(stats.router_probs_sum_BE.sum(0), counts_E, TOP_K) / 4 for stats in all_stats]
+    shares = [balance_sum_batch(stats.router_probs_sum_BE.sum(0), counts_E) / 4 for stats in all_stats]
     close(sum(shares, start=torch.zeros(())), 1.584640)
     for share in shares:
         share.backward()
@@ -159,7 +159,7 @@ def test_tiny_sigmoid_scores_do_not_cheat(shift: float) -> None:
     """A09: even load and equal logits give 1.0 at any shift (fault: 0.0716 at −50); uneven scores give more than 1."""
     stats = stats_of(torch.full((1, 4, 4), shift), kind=RouterKind.sigmoid)
     even = torch.tensor([2, 2, 2, 2])
-    close(balance_sum_batch(stats.router_probs_sum_BE.sum(0), even, TOP_K) / 4, 1.0)
+    close(balance_sum_batch(stats.router_probs_sum_BE.sum(0), even) / 4, 1.0)
     assert batch_loss(stats_of(f1() + shift, kind=RouterKind.sigmoid)) > 1 - 1e-6
 
 
