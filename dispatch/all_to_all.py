@@ -13,14 +13,15 @@ from torch import Tensor
 
 from dispatch.exchange import RowExchange, exchange_counts, open_channel
 from dispatch.interface import NOT_DISPATCHED, Dispatched, ExpertFunction
+from dispatch.memory import attach_weights, detach_weights
 from dispatch.overlap import Overlap, combine_stages, dispatch_stages, run_stages
 from dispatch.permute import PickOrder, Reordering, by_expert_then_source, sort_picks
 from dispatch.placement import Placement
-from dispatch.rows import gather_rows, reorder_rows, sum_rows
+from dispatch.rows import add_rows, gather_rows, reorder_rows, sum_rows
 from dispatch.traffic import Traffic
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class AllToAllPlan:
     """Where the rows of one chunk go."""
 
@@ -31,6 +32,11 @@ class AllToAllPlan:
     reordering: Reordering | None
     """From arrival order (source, expert, token) to expert order (expert, source, token); None with one expert."""
     tokens_per_local_expert_e: Tensor
+    hidden_size: int
+    weights_TK: Tensor | None
+    """Weights that travel with the rows; None when they stay at home."""
+    weight_R: Tensor | None = None
+    """Those that came with the rows."""
 
 
 class AllToAllDispatcher:
@@ -46,12 +52,14 @@ class AllToAllDispatcher:
         *,
         ranks_per_node: int | None = None,
         overlap: Overlap | None = None,
+        save_memory: bool = False,
     ) -> None:
-        """ranks_per_node: consecutive ranks of the job that share a node; None: all do."""
+        """ranks_per_node: consecutive ranks of the job that share a node; None: all do. save_memory: see memory.py."""
         self.num_experts = placement.num_experts
         self.local_expert_ids = placement.expert_ids_by_rank[dist.get_rank(group)]
         self.traffic = Traffic()
         self._overlap = Overlap() if overlap is None else overlap
+        self._save_memory = save_memory
         self._channel = open_channel(
             group,
             ranks_per_node=dist.get_world_size() if ranks_per_node is None else ranks_per_node,
@@ -87,7 +95,12 @@ class AllToAllDispatcher:
         """dispatch, experts, combine, in chunks."""
         return run_stages(self, self._overlap, x_TD, topk_expert_ids_TK, topk_weights_TK, experts, beside)
 
-    def plan(self, x_TD: Tensor, topk_expert_ids_of_chunk: Sequence[Tensor]) -> list[AllToAllPlan]:
+    def plan(
+        self,
+        x_TD: Tensor,
+        topk_expert_ids_of_chunk: Sequence[Tensor],
+        topk_weights_of_chunk: Sequence[Tensor] | None = None,
+    ) -> list[AllToAllPlan]:
         """Sort the picks of every chunk, and tell each rank how many rows of each chunk its experts get."""
         orders = [sort_picks(self._slots(ids_TK), self.num_experts) for ids_TK in topk_expert_ids_of_chunk]
         num_chunks, num_ranks, num_local = len(orders), len(self._experts_per_rank), len(self.local_expert_ids)
@@ -102,6 +115,7 @@ class AllToAllDispatcher:
         # One copy to the host for both: the splits must be integers there.
         numbers = torch.cat((counts_EC.t().flatten(), received_PeC.sum(1).t().flatten())).tolist()
         plans = []
+        weights_travel = self._save_memory and topk_weights_of_chunk is not None
         for chunk, order in enumerate(orders):
             sent = numbers[chunk * self.num_experts : (chunk + 1) * self.num_experts]
             start = num_chunks * self.num_experts + chunk * num_ranks
@@ -119,13 +133,18 @@ class AllToAllDispatcher:
                     if num_local > 1
                     else None,
                     tokens_per_local_expert_e=received_Pe.sum(0),
+                    hidden_size=x_TD.shape[1],
+                    weights_TK=topk_weights_of_chunk[chunk] if weights_travel and topk_weights_of_chunk else None,
                 )
             )
         return plans
 
     def pack(self, x_TD: Tensor, plan: AllToAllPlan) -> Tensor:
-        """Each token's row once per kept pick."""
-        return gather_rows(x_TD, plan.order)
+        """Each token's row once per kept pick, with its weight behind it if weights travel."""
+        rows_ND = gather_rows(x_TD, plan.order)
+        if plan.weights_TK is None:
+            return rows_ND
+        return attach_weights(rows_ND, plan.weights_TK.float().flatten().index_select(0, plan.order.pick_N))
 
     def outward(self, plan: AllToAllPlan) -> RowExchange:
         """To the ranks of the experts."""
@@ -134,6 +153,8 @@ class AllToAllDispatcher:
     def unpack(self, rows: Tensor, plan: AllToAllPlan) -> tuple[Tensor, Tensor]:
         """By expert."""
         rows_RD = rows if plan.reordering is None else reorder_rows(rows, plan.reordering)
+        if plan.weights_TK is not None:
+            rows_RD, plan.weight_R = detach_weights(rows_RD, plan.hidden_size)
         return rows_RD, plan.tokens_per_local_expert_e
 
     def repack(self, rows_RD: Tensor, plan: AllToAllPlan) -> Tensor:
@@ -146,7 +167,13 @@ class AllToAllDispatcher:
 
     def finish(self, rows: Tensor, topk_weights_TK: Tensor, plan: AllToAllPlan) -> Tensor:
         """Weighted sum over picks."""
+        if plan.weights_TK is not None:
+            return add_rows(rows, plan.order).to(rows.dtype)
         return sum_rows(rows, topk_weights_TK, plan.order)
+
+    def row_weights(self, plan: AllToAllPlan) -> Tensor | None:
+        """Weights of the rows that came."""
+        return plan.weight_R
 
     def _slots(self, topk_expert_ids_TK: Tensor) -> Tensor:
         if self._slot_table is None:

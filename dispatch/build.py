@@ -8,6 +8,7 @@ from dispatch.all_to_all import AllToAllDispatcher
 from dispatch.config import DispatchConfig, DispatchMode
 from dispatch.interface import TokenDispatcher
 from dispatch.local import LocalDispatcher
+from dispatch.overlap import overlap_from
 from dispatch.placement import place_experts
 from dispatch.reference import ReferenceDispatcher
 
@@ -31,10 +32,10 @@ def build_dispatcher(
     if config.mode is DispatchMode.reference:
         return ReferenceDispatcher(placed, group)
     if num_ranks == 1 or group is None:
-        return LocalDispatcher(num_experts)
+        return LocalDispatcher(num_experts, save_memory=config.save_memory)
     if config.mode is DispatchMode.local:
         raise ValueError(
             f"dispatch.mode (local) needs every expert on one rank, but the expert group has {num_ranks} ranks; "
             "choose dispatch.mode=auto or parallel.expert=1"
         )
-    return AllToAllDispatcher(placed, group)
+    return AllToAllDispatcher(placed, group, overlap=overlap_from(config), save_memory=config.save_memory)

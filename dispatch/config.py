@@ -19,3 +19,15 @@ class DispatchConfig:
 
     mode: DispatchMode = DispatchMode.auto
     """auto: local with one expert rank, all_to_all otherwise. reference: slow loops, the definition."""
+    chunks: int = 1
+    """Pieces that a rank's tokens are cut into, so that the exchange of one runs while the experts work on another. More
+    hide more of the exchange, up to a share of 1 − 1/chunks, and make smaller matrix products: 2 to 4, as a rule."""
+    overlap_forward: bool = True
+    """Whether chunks overlap in forward; if not, every exchange is waited for where it starts."""
+    overlap_backward: bool = True
+    """The same of backward."""
+    overlap_shared: bool = True
+    """Whether shared experts work while the first exchange is under way, also with one chunk."""
+    save_memory: bool = False
+    """Keep neither the experts' input nor their output for backward: the first is exchanged again, the second not needed
+    (dispatch/memory.py). Useless with activation checkpointing, which keeps neither anyhow."""

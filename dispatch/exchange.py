@@ -201,6 +201,18 @@ def start_timed(
     return Pending(sent, received, channel.traffic.issue(phase, sent.device, start))
 
 
+def start_all_gather(part: Tensor, channel: Channel, phase: Phase) -> Pending:
+    """Every rank's part ([A, ...], the same shape everywhere), one after the other by rank: [P · A, ...]. Counts no rows."""
+    part = part.contiguous()
+    return start_timed(
+        channel,
+        phase,
+        part,
+        part.new_empty((channel.num_ranks * part.shape[0], *part.shape[1:])),
+        lambda sent, received: dist.all_gather_single(received, sent, group=channel.group, async_op=True),
+    )
+
+
 def _start_all_to_all(
     rows_ND: Tensor, send_rows_P: Sequence[int], receive_rows_P: Sequence[int], channel: Channel, phase: Phase
 ) -> Pending:

@@ -14,13 +14,18 @@ from dispatch.traffic import Traffic
 NOT_DISPATCHED = -1
 """Expert id of a pick that goes nowhere: padding, or dropped by capacity. Its share of the output is 0."""
 
-ExpertFunction = Callable[[Tensor, Tensor], Tensor]
-"""(rows_RD sorted by local expert, tokens_per_local_expert_e int64) -> results_RD.
 
-Called once a chunk, even with zero rows.
+class ExpertFunction(Protocol):
+    """What stands between dispatch and combine. Called once a chunk, even with zero rows."""
 
-Its result must depend on its rows through autograd, so that every rank takes part in the exchange of backward.
-"""
+    def __call__(self, rows_RD: Tensor, tokens_per_local_expert_e: Tensor, weight_R: Tensor | None = None, /) -> Tensor:
+        """Results [R, D] of rows sorted by local expert; tokens_per_local_expert_e: int64.
+
+        weight_R: fp32, given with `dispatch.save_memory` alone: multiply each row's result by it, best before the last
+        matrix product, so that the result itself need not be kept for the gradient of the weight.
+        The result must depend on the rows through autograd, so that every rank takes part in the exchange of backward.
+        """
+        ...
 
 
 class Dispatched(NamedTuple):

@@ -18,8 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dispatch.exchange import Transfer, begin, end
+from dispatch.config import DispatchConfig
+from dispatch.exchange import Flight, Pending, Transfer, begin, end
 from dispatch.interface import Dispatched, ExpertFunction
+from dispatch.memory import Recall
+from dispatch.traffic import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +39,32 @@ class Overlap:
     """Whether `beside` (the shared experts) runs while the first exchange is under way; if not, it runs last."""
 
 
+def overlap_from(config: DispatchConfig) -> Overlap:
+    """What the configuration asks for."""
+    return Overlap(
+        chunks=config.chunks,
+        forward=config.overlap_forward,
+        backward=config.overlap_backward,
+        shared=config.overlap_shared,
+    )
+
+
 class Stages(Protocol):
     """A mode, cut at its exchanges. Each stage works on one chunk; `plan` is the mode's own record of that chunk.
 
     All is linear but `plan`; the exchanges in between are `outward` and `homeward`.
     """
 
-    def plan(self, x_TD: Tensor, topk_expert_ids_of_chunk: Sequence[Tensor]) -> Sequence[Any]:
-        """Decide where all rows of all chunks go; may tell other ranks. x_TD: for its width and dtype alone."""
+    def plan(
+        self,
+        x_TD: Tensor,
+        topk_expert_ids_of_chunk: Sequence[Tensor],
+        topk_weights_of_chunk: Sequence[Tensor] | None = None,
+    ) -> Sequence[Any]:
+        """Decide where all rows of all chunks go; may tell other ranks. x_TD: for its width and dtype alone.
+
+        topk_weights_of_chunk: for modes that send weights out with the rows; None when `dispatch` stands alone.
+        """
         ...
 
     def pack(self, x_TD: Tensor, plan: Any) -> Tensor:
@@ -70,6 +91,10 @@ class Stages(Protocol):
         """The chunk's result [T, D], from what came home."""
         ...
 
+    def row_weights(self, plan: Any) -> Tensor | None:
+        """None; or after `unpack` the weight [R] fp32 of each row, by which the experts then multiply (save_memory)."""
+        ...
+
 
 def run_stages(
     stages: Stages,
@@ -86,11 +111,18 @@ def run_stages(
     # split, not slices: the backward of a slice would write a full-size zero gradient per chunk.
     x_of_chunk = x_TD.split(sizes) if chunks > 1 else (x_TD,)
     weights_of_chunk = topk_weights_TK.split(sizes) if chunks > 1 else (topk_weights_TK,)
-    plans = stages.plan(x_TD, topk_expert_ids_TK.split(sizes) if chunks > 1 else (topk_expert_ids_TK,))
+    ids_of_chunk = topk_expert_ids_TK.split(sizes) if chunks > 1 else (topk_expert_ids_TK,)
+    plans = stages.plan(x_TD, ids_of_chunk, weights_of_chunk)
     outward = begin(stages.pack(x_of_chunk[0], plans[0]), stages.outward(plans[0]))
     y_beside = beside() if beside is not None and overlap.shared else None
     homeward = None
     y_of_chunk: list[Tensor] = []
+    recalls: list[Recall] = []
+
+    def come_home(chunk: int, homeward: Flight) -> Tensor:
+        home = end(homeward)
+        return recalls[chunk].fetch_before(home) if recalls else home
+
     for chunk, plan in enumerate(plans):
         last = chunk + 1 == chunks
         next_rows = None if last else stages.pack(x_of_chunk[chunk + 1], plans[chunk + 1])
@@ -98,17 +130,40 @@ def run_stages(
         if next_rows is not None:
             outward = begin(next_rows, stages.outward(plans[chunk + 1]))
         rows_RD, tokens_per_local_expert_e = stages.unpack(arrived, plan)
-        results = stages.repack(experts(rows_RD, tokens_per_local_expert_e), plan)
-        before = None if homeward is None else end(homeward)
-        homeward = begin(results, stages.homeward(plan))
-        if before is not None:
+        weight_R = stages.row_weights(plan)
+        if weight_R is None:
+            results_RD = experts(rows_RD, tokens_per_local_expert_e)
+        else:
+            recalls.append(_recall(stages, x_of_chunk[chunk].detach(), plan))
+            rows_RD = recalls[-1].forget_after(rows_RD)
+            with recalls[-1].forgetting(rows_RD):
+                results_RD = experts(rows_RD, tokens_per_local_expert_e, weight_R)
+        results = stages.repack(results_RD, plan)
+        # Else this chunk's rows would be alive while the next one's are made.
+        del arrived, rows_RD, results_RD
+        if homeward is not None:
+            before = come_home(chunk - 1, homeward)
+            homeward = begin(results, stages.homeward(plan))
             y_of_chunk.append(stages.finish(before, weights_of_chunk[chunk - 1], plans[chunk - 1]))
+        else:
+            homeward = begin(results, stages.homeward(plan))
     assert homeward is not None
-    y_of_chunk.append(stages.finish(end(homeward), weights_of_chunk[-1], plans[-1]))
+    y_of_chunk.append(stages.finish(come_home(chunks - 1, homeward), weights_of_chunk[-1], plans[-1]))
     y_TD = torch.cat(y_of_chunk) if chunks > 1 else y_of_chunk[0]
     if beside is not None and not overlap.shared:
         y_beside = beside()
     return y_TD if y_beside is None else y_TD + y_beside
+
+
+def _recall(stages: Stages, x_TD: Tensor, plan: Any) -> Recall:
+    """How to fetch a chunk's rows again; its exchange is waited for at once where backward's are."""
+    transfer = stages.outward(plan)
+
+    def start() -> Pending | Tensor:
+        pending = transfer.start(stages.pack(x_TD, plan), Phase.recompute)
+        return pending if transfer.channel.backward_async else pending.wait()
+
+    return Recall(start, lambda arrived: stages.unpack(arrived, plan)[0])
 
 
 def chunk_sizes(num_tokens: int, chunks: int) -> list[int]:

@@ -33,6 +33,12 @@ def sum_rows(rows_ND: Tensor, topk_weights_TK: Tensor, order: PickOrder) -> Tens
     return y_TD
 
 
+def add_rows(rows_ND: Tensor, order: PickOrder) -> Tensor:
+    """y[t] = Σ_k row(t, k) over kept picks, by ascending k: [T, D] fp32. Keeps nothing for backward."""
+    y_TD: Tensor = _AddRows.apply(rows_ND, order)
+    return y_TD
+
+
 def reorder_rows(rows_RD: Tensor, reordering: Reordering) -> Tensor:
     """Rows in another order; nothing is added up in either direction."""
     reordered_RD: Tensor = _ReorderRows.apply(rows_RD, reordering)
@@ -96,6 +102,18 @@ class _SumRows(torch.autograd.Function):
             weight_N = topk_weights_TK.float().flatten().index_select(0, order.pick_N)
             grad_rows_ND = grad_of_row_ND.mul_(weight_N.unsqueeze(1)).to(rows_ND.dtype)
         return grad_rows_ND, grad_weights_TK, None
+
+
+class _AddRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, order: PickOrder) -> Tensor:
+        ctx.order, ctx.dtype = order, rows_ND.dtype
+        return sum_over_picks(rows_ND, None, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+        return grad_TD.to(ctx.dtype).index_select(0, ctx.order.token_N), None
 
 
 class _ReorderRows(torch.autograd.Function):
