@@ -4,8 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.model.balance import balance_sum_batch, balance_sum_sequence, expert_bias_update, z_sum
-from moe.model.config import MoEConfig, RouterKind
+from moe.model.balance import (
+    balance_sum_batch,
+    balance_sum_sequence,
+    expert_bias_rate,
+    expert_bias_update,
+    z_sum,
+)
+from moe.model.config import BiasRule, MoEConfig, RouterKind
 from moe.model.outputs import RouterStats
 from tests.model.cases import F1_LOGITS, context, f1, logits_router
 
@@ -154,13 +160,14 @@ def test_rows_weigh_by_their_tokens() -> None:
     close(sequence_loss(stats_of(logits_BSE, valid_BS)), (3 * 2.0 + 1 * 1.0) / 4)
 
 
+@pytest.mark.parametrize("kind", [RouterKind.sigmoid, RouterKind.sqrt_softplus])
 @pytest.mark.parametrize("shift", [-80.0, -50.0, -20.0, 0.0, 20.0])
-def test_tiny_sigmoid_scores_do_not_cheat(shift: float) -> None:
+def test_tiny_scores_do_not_cheat(kind: RouterKind, shift: float) -> None:
     """A09: even load and equal logits give 1.0 at any shift (fault: 0.0716 at −50); uneven scores give more than 1."""
-    stats = stats_of(torch.full((1, 4, 4), shift), kind=RouterKind.sigmoid)
+    stats = stats_of(torch.full((1, 4, 4), shift), kind=kind)
     even = torch.tensor([2, 2, 2, 2])
     close(balance_sum_batch(stats.router_probs_sum_BE.sum(0), even) / 4, 1.0)
-    assert batch_loss(stats_of(f1() + shift, kind=RouterKind.sigmoid)) > 1 - 1e-6
+    assert batch_loss(stats_of(f1() + shift, kind=kind)) > 1 - 1e-6
 
 
 def test_z_loss_of_f1() -> None:
@@ -197,3 +204,36 @@ def test_bias_sign_is_exact_for_large_counts() -> None:
     bias_E = torch.zeros(3)
     expert_bias_update(bias_E, 10**12 + torch.tensor([1, 0, -1]), 0.5)
     assert bias_E.tolist() == [-0.5, 0.0, 0.5]
+
+
+def test_proportional_rule_moves_by_the_share_of_the_mean() -> None:
+    """Counts 6, 2, 4, 4 (mean 4) at rate 0.01: (4 − 6)/4 = −0.5, so −0.005, +0.005, 0, 0. No picks, no move."""
+    bias_E = torch.zeros(4)
+    storage = bias_E.data_ptr()
+    expert_bias_update(bias_E, torch.tensor([6, 2, 4, 4]), 0.01, rule=BiasRule.proportional)
+    close(bias_E, -0.005, 0.005, 0.0, 0.0, atol=1e-9)
+    expert_bias_update(bias_E, torch.zeros(4, dtype=torch.int64), 0.01, rule=BiasRule.proportional)
+    expert_bias_update(bias_E, torch.zeros(4, dtype=torch.int64), 0.01)
+    close(bias_E, -0.005, 0.005, 0.0, 0.0, atol=1e-9)
+    assert bias_E.data_ptr() == storage
+
+
+@pytest.mark.parametrize("rule", list(BiasRule))
+def test_bias_stays_inside_its_clamp(rule: BiasRule) -> None:
+    bias_E = torch.zeros(2)
+    for _ in range(9):
+        expert_bias_update(bias_E, torch.tensor([8, 0]), 0.01, rule=rule, clamp=0.025)
+    close(bias_E, -0.025, 0.025, atol=0)
+
+
+def test_bias_stands_still_in_the_last_part() -> None:
+    """Frozen after 0.8 of 10 steps: steps 1 to 8 move it, 9 and 10 do not; never frozen by default."""
+    moe = MoEConfig(router=RouterKind.sigmoid, expert_bias_rate=0.5, expert_bias_freeze_after=0.8)
+    assert [expert_bias_rate(moe, step, 10) for step in range(1, 11)] == [0.5] * 8 + [0.0] * 2
+    always = MoEConfig(router=RouterKind.sigmoid, expert_bias_rate=0.5)
+    assert {expert_bias_rate(always, step, 10) for step in range(1, 11)} == {0.5}
+
+
+def test_other_conventions_are_multiples_of_ours() -> None:
+    """F1 in Hugging Face's convention (fractions sum to k) is 3.169280: ours times k."""
+    close(TOP_K * batch_loss(stats_of(f1())), 3.169280)
