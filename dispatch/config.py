@@ -10,7 +10,9 @@ class DispatchMode(Enum):
     auto = "auto"
     reference = "reference"
     local = "local"
+    all_gather = "all_gather"
     all_to_all = "all_to_all"
+    two_hop = "two_hop"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,7 +20,9 @@ class DispatchConfig:
     """The exchange. Never changes the mathematics."""
 
     mode: DispatchMode = DispatchMode.auto
-    """auto: local with one expert rank, all_to_all otherwise. reference: slow loops, the definition."""
+    """auto: local with one expert rank, all_to_all otherwise. local: no exchange. all_gather: every token visits every
+    rank. all_to_all: rows go straight to their experts. two_hop: to each node once, then inside it. reference: slow
+    loops, the definition. docs/dispatch.md says when each pays."""
     chunks: int = 1
     """Pieces that a rank's tokens are cut into, so that the exchange of one runs while the experts work on another. More
     hide more of the exchange, up to a share of 1 − 1/chunks, and make smaller matrix products: 2 to 4, as a rule."""

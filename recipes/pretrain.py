@@ -41,7 +41,11 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
         stop = stack.enter_context(stop_on_signals())
         backend = resolve_backend(config.backend.device.value, job.local_rank)
         stack.enter_context(process_group(collective=backend.collective, rank=job.rank, world_size=job.world_size))
-        mesh = build_mesh(expert_size=config.parallel.expert, device=backend.device)
+        mesh = build_mesh(
+            expert_size=config.parallel.expert,
+            device=backend.device,
+            ranks_per_node=config.parallel.ranks_per_node or job.local_world_size,
+        )
         first = mesh.rank == 0
         run_dir = Path(agree_on_text(str(run_dir) if first else None))
         progress = Progress(config.trainer.max_steps) if first else None
@@ -70,6 +74,7 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
             seed=config.trainer.seed,
             dtype=weight_dtype(config.engine.dtype),
             checkpoint_blocks=config.engine.activation_checkpointing is Checkpointing.full,
+            placement=config.parallel.expert_placement,
         )
         say(describe_run(config, job, backend.name))
         engine = build_engine(

@@ -39,7 +39,11 @@ class ParallelConfig:
     nproc: int = 1
     """Processes that `switchyard run` starts on this machine; under a launcher the launcher's count holds."""
     expert: int = 1
-    """Expert-parallel size; divides the number of ranks and moe.num_experts."""
+    """Expert-parallel size; divides the number of ranks. Experts are shared out as evenly as can be."""
+    expert_placement: list[int] | None = None
+    """Rank in the expert group of each expert, in the order of their ids; null: contiguous, as even as can be."""
+    ranks_per_node: int | None = None
+    """Consecutive ranks that share a node; divides parallel.expert or is a multiple of it. null: as the launcher says."""
 
 
 @dataclass(kw_only=True, slots=True)

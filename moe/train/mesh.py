@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dispatch.topology import Topology, build_topology
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
@@ -31,6 +33,8 @@ class Mesh:
     """The P consecutive ranks that together hold every expert once."""
     expert_data_group: dist.ProcessGroup
     """The W / P ranks that hold the same experts."""
+    topology: Topology
+    """Which ranks of the expert group share a node."""
     device: torch.device
 
     @property
@@ -40,14 +44,16 @@ class Mesh:
 
     def close(self) -> None:
         """Give back the groups that build_mesh made; the default group stays."""
+        self.topology.close()
         for group in (self.expert_group, self.expert_data_group):
             dist.destroy_process_group(group)
 
 
-def build_mesh(*, expert_size: int, device: torch.device) -> Mesh:
+def build_mesh(*, expert_size: int, device: torch.device, ranks_per_node: int | None = None) -> Mesh:
     """Make the groups on every rank (collective); the default process group must be up.
 
-    Raises ValueError when expert_size does not divide the number of ranks.
+    ranks_per_node: consecutive ranks that share a node; None: all ranks do.
+    Raises ValueError when expert_size does not divide the number of ranks, or fits the nodes unevenly.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if expert_size < 1 or world_size % expert_size:
@@ -70,6 +76,7 @@ def build_mesh(*, expert_size: int, device: torch.device) -> Mesh:
     assert dist.group.WORLD is not None
     assert expert_group is not None
     assert expert_data_group is not None
+    topology = build_topology(expert_group, ranks_per_node or world_size)
     return Mesh(
         rank=rank,
         world_size=world_size,
@@ -79,6 +86,7 @@ def build_mesh(*, expert_size: int, device: torch.device) -> Mesh:
         data_group=dist.group.WORLD,
         expert_group=expert_group,
         expert_data_group=expert_data_group,
+        topology=topology,
         device=device,
     )
 

@@ -1,5 +1,7 @@
 """From the whole model on meta to this rank's part of it (on the data path, between model and engine)."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -16,11 +18,28 @@ from moe.train.config import DType
 from moe.train.mesh import Mesh
 
 
-def parallelize(model: Transformer, *, mesh: Mesh, dispatch: DispatchConfig, ops: OpsConfig) -> Transformer:
-    """Keep this rank's experts and install a dispatcher in every MoE layer, in place; the model may be on meta."""
+def parallelize(
+    model: Transformer,
+    *,
+    mesh: Mesh,
+    dispatch: DispatchConfig,
+    ops: OpsConfig,
+    placement: Sequence[int] | None = None,
+) -> Transformer:
+    """Keep this rank's experts and install a dispatcher in every MoE layer, in place; the model may be on meta.
+
+    placement: rank in the expert group of each expert; None: contiguous, as even as can be.
+    """
     for layer in model.modules():
         if isinstance(layer, MoELayer):
-            dispatcher = build_dispatcher(dispatch, num_experts=layer.num_experts, group=mesh.expert_group)
+            dispatcher = build_dispatcher(
+                dispatch,
+                num_experts=layer.num_experts,
+                group=mesh.expert_group,
+                placement=placement,
+                topology=mesh.topology,
+                layer_index=layer.layer_index,
+            )
             whole = layer.experts
             layer.dispatcher = dispatcher
             with torch.device(whole.w1.device):
@@ -43,11 +62,12 @@ def build_model(
     seed: int,
     dtype: torch.dtype,
     checkpoint_blocks: bool,
+    placement: Sequence[int] | None = None,
 ) -> Transformer:
     """Build on meta, keep this rank's part, materialise it on the mesh's device with layout-independent weights."""
     with torch.device("meta"):
         whole = Transformer(model, moe)
-    part = parallelize(whole, mesh=mesh, dispatch=dispatch, ops=ops)
+    part = parallelize(whole, mesh=mesh, dispatch=dispatch, ops=ops, placement=placement)
     initialise(part, seed=seed, device=mesh.device, dtype=dtype)
     part.checkpoint_blocks = checkpoint_blocks
     return part

@@ -136,7 +136,9 @@ def synthetic_batch(start: int, count: int, *, seq_len: int, vocab_size: int, se
 
 def record_trace(config: RunConfig, *, backend: Backend, num_steps: int = 3, with_gradients: bool = True) -> Trace:
     """Run num_steps on the default process group and layout of `config` (collective); every rank gets the whole trace."""
-    mesh = build_mesh(expert_size=config.parallel.expert, device=backend.device)
+    mesh = build_mesh(
+        expert_size=config.parallel.expert, device=backend.device, ranks_per_node=config.parallel.ranks_per_node
+    )
     module = build_model(
         config.model,
         config.moe,
@@ -146,6 +148,7 @@ def record_trace(config: RunConfig, *, backend: Backend, num_steps: int = 3, wit
         seed=config.trainer.seed,
         dtype=weight_dtype(config.engine.dtype),
         checkpoint_blocks=config.engine.activation_checkpointing is Checkpointing.full,
+        placement=config.parallel.expert_placement,
     )
     engine = build_engine(
         module,
@@ -183,7 +186,7 @@ def one_process(config: RunConfig) -> RunConfig:
     keep = not {BalanceScope.batch, BalanceScope.micro_batch}.isdisjoint(balance_terms(config.moe))
     return replace(
         config,
-        parallel=replace(config.parallel, nproc=1, expert=1),
+        parallel=replace(config.parallel, nproc=1, expert=1, expert_placement=None, ranks_per_node=None),
         dispatch=replace(config.dispatch, mode=DispatchMode.reference),
         engine=replace(config.engine, kind=EngineKind.torch, activation_checkpointing=Checkpointing.none),
         trainer=replace(config.trainer, accumulation=config.trainer.accumulation if keep else 1),
@@ -304,7 +307,10 @@ def _assemble(tensors: Iterator[tuple[str, Tensor]], module: Transformer, mesh: 
             ids: list[list[int]] = [[] for _ in range(mesh.expert_size)]
             dist.all_gather_object(ids, list(stacks[name].dispatcher.local_expert_ids), group=mesh.expert_group)
             parts = [local.new_empty(len(own), *local.shape[1:]) for own in ids]
-            dist.all_gather(parts, local, group=mesh.expert_group)
+            parts[mesh.ep_rank] = local
+            # Ranks may hold different numbers of experts, which all_gather does not take.
+            for ep_rank, part in enumerate(parts):
+                dist.broadcast(part, group=mesh.expert_group, group_src=ep_rank)
             order = torch.tensor([i for own in ids for i in own]).argsort()
             local = torch.cat(parts)[order]
         whole[name] = local.cpu().clone()

@@ -1,6 +1,8 @@
 """Routing cases and the comparison of dispatchers, run on every rank of a pool."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch import Tensor
 from dispatch.build import build_dispatcher
 from dispatch.config import DispatchConfig, DispatchMode
 from dispatch.interface import NOT_DISPATCHED, TokenDispatcher
+from dispatch.topology import Topology, build_topology, one_node
 
 HIDDEN = 6
 CASES = (
@@ -119,6 +122,56 @@ def compare_with_reference(
             dispatcher = build_dispatcher(config, num_experts=num_experts, group=dist.group.WORLD, placement=placement)
             of_modes.append(run_layer(dispatcher, inputs, dtype, rank))
         results.append((of_modes[0], of_modes[1]))
+    return results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A mode under given circumstances."""
+
+    mode: str
+    ranks_per_node: int | None = None
+    chunks: int = 1
+
+    def build(
+        self, num_experts: int, group: dist.ProcessGroup, topology: Topology, placement: Sequence[int] | None = None
+    ) -> TokenDispatcher:
+        config = DispatchConfig(mode=DispatchMode[self.mode], chunks=self.chunks)
+        return build_dispatcher(config, num_experts=num_experts, group=group, placement=placement, topology=topology)
+
+
+@contextmanager
+def topologies(variants: Sequence[Variant], group: dist.ProcessGroup) -> Iterator[dict[int | None, Topology]]:
+    """A topology for each number of ranks per node."""
+    of: dict[int | None, Topology] = {None: one_node(group)}
+    for variant in variants:
+        if variant.ranks_per_node not in of:
+            of[variant.ranks_per_node] = build_topology(group, variant.ranks_per_node or 1)
+    yield of
+    for topology in of.values():
+        topology.close()
+
+
+def compare_variants(
+    variants: Sequence[Variant], cases: Sequence[tuple[str, int, int, list[int] | None]], dtype: torch.dtype
+) -> list[tuple[list[dict[str, Tensor]], dict[str, Tensor]]]:
+    """For each (case, num_experts, seed, placement): what each variant and the reference give on this rank."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    assert dist.group.WORLD is not None
+    results = []
+    with topologies(variants, dist.group.WORLD) as of:
+        for case, num_experts, seed, placement in cases:
+            inputs = make_inputs(case, rank, world_size, num_experts, seed)
+            *ours, reference = (
+                run_layer(
+                    variant.build(num_experts, dist.group.WORLD, of[variant.ranks_per_node], placement),
+                    inputs,
+                    dtype,
+                    rank,
+                )
+                for variant in (*variants, Variant(mode="reference"))
+            )
+            results.append((ours, reference))
     return results
 
 

@@ -59,19 +59,33 @@ class Case:
     engine: EngineKind = EngineKind.deepspeed
     router: RouterKind = RouterKind.softmax
     scope: BalanceScope = BalanceScope.sequence
+    mode: DispatchMode = DispatchMode.auto
+    ranks_per_node: int | None = None
+    chunks: int = 1
+    placement: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return (
             f"{self.engine.value}-zero{self.zero_stage}-ep{self.expert}x{self.world_size // self.expert}"
             f"-acc{self.accumulation}-ckpt_{self.checkpointing.value}-{self.router.value}-{self.scope.value}"
+            f"-{self.mode.value}"
+            + (f"-nodes_of_{self.ranks_per_node}" if self.ranks_per_node else "")
+            + (f"-chunks{self.chunks}" if self.chunks > 1 else "")
+            + (f"-placed{''.join(map(str, self.placement))}" if self.placement else "")
         )
 
     def config(self) -> RunConfig:
         base = small(self.router, self.scope)
         return replace(
             base,
-            parallel=replace(base.parallel, nproc=self.world_size, expert=self.expert),
-            dispatch=replace(base.dispatch, mode=DispatchMode.auto),
+            parallel=replace(
+                base.parallel,
+                nproc=self.world_size,
+                expert=self.expert,
+                ranks_per_node=self.ranks_per_node,
+                expert_placement=None if self.placement is None else list(self.placement),
+            ),
+            dispatch=replace(base.dispatch, mode=self.mode, chunks=self.chunks),
             engine=replace(
                 base.engine,
                 kind=self.engine,
@@ -101,6 +115,14 @@ OTHERS = [
     Case(4, 2, 0, 2, Checkpointing.full, engine=EngineKind.torch, scope=BalanceScope.batch),
     Case(1, 1, 1, 2),
     Case(4, 1, 1, 1),
+    Case(2, 2, 1, 1, mode=DispatchMode.all_gather),
+    Case(4, 2, 1, 2, Checkpointing.full, mode=DispatchMode.all_gather, ranks_per_node=1, chunks=2),
+    Case(2, 2, 2, 1, mode=DispatchMode.two_hop, ranks_per_node=1),
+    Case(4, 4, 1, 1, mode=DispatchMode.two_hop, ranks_per_node=2),
+    Case(4, 4, 0, 2, Checkpointing.full, mode=DispatchMode.two_hop, ranks_per_node=2, chunks=4),
+    Case(2, 2, 1, 1, placement=(1, 0, 0, 1, 0, 1, 1, 0)),
+    Case(2, 2, 0, 2, mode=DispatchMode.two_hop, placement=(1, 0, 0, 1, 1, 1, 1, 1)),
+    Case(4, 2, 0, 1, engine=EngineKind.torch, placement=(0, 0, 1, 0, 0, 0, 0, 1)),
 ]
 
 

@@ -23,6 +23,7 @@ from backends.config import OpsConfig
 from dispatch.build import build_dispatcher
 from dispatch.config import DispatchConfig
 from dispatch.interface import TokenDispatcher
+from dispatch.topology import one_node
 from moe.model.batch import IGNORE_LABEL, PADDING_DOCUMENT, TokenBatch
 from moe.model.config import BalanceScope, ModelConfig, MoEConfig
 from moe.model.transformer import Transformer
@@ -80,7 +81,8 @@ def one_rank_mesh() -> Mesh:
     assert isinstance(group, dist.ProcessGroup)
     return Mesh(
         rank=0, world_size=1, expert_size=1, ep_rank=0, edp_rank=0,
-        data_group=group, expert_group=group, expert_data_group=group, device=torch.device("cpu"),
+        data_group=group, expert_group=group, expert_data_group=group, topology=one_node(group),
+        device=torch.device("cpu"),
     )  # fmt: skip
 
 
