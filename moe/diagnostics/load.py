@@ -134,3 +134,21 @@ def _shares(counts: ArrayLike) -> FloatArray:
     """Return p_i, even where there are no picks."""
     ratio_E = load_ratio(counts)
     return ratio_E / ratio_E.shape[-1]
+
+
+def domain_information(counts_DE: ArrayLike) -> float:
+    """Return how much a pick's expert tells of the domain its token came from: I(domain; expert) / H(domain), 0 to 1.
+
+    counts_DE: picks of each expert for each domain's text; every domain with picks weighs the same, however long its
+    text. 0 = all domains use the experts alike (or there is one domain), 1 = no expert serves two domains.
+    """
+    counts = np.asarray(counts_DE, dtype=np.float64)
+    totals_D = counts.sum(axis=1, keepdims=True)
+    counts, totals_D = counts[totals_D[:, 0] > 0], totals_D[totals_D[:, 0] > 0]
+    num_domains = counts.shape[0]
+    if num_domains < 2:
+        return 0.0
+    joint_DE = counts / totals_D / num_domains
+    independent_DE = joint_DE.sum(axis=0, keepdims=True) / num_domains
+    ratio_DE = np.divide(joint_DE, independent_DE, out=np.ones_like(joint_DE), where=joint_DE > 0)
+    return max(float((joint_DE * np.log(ratio_DE)).sum() / np.log(num_domains)), 0.0)

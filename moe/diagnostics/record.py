@@ -108,6 +108,8 @@ class EvalRecord:
     """Mean cross-entropy per labelled token, nats. No router losses inside."""
     num_tokens: int
     """Labelled tokens that the mean was taken over."""
+    tokens_per_expert_LE: Sequence[Sequence[int]] = ()
+    """Picks per MoE layer and expert: what the domain's text goes to."""
 
     def to_json(self) -> Json:
         """Return the object for eval.jsonl, always valid JSON."""

@@ -1,8 +1,9 @@
 """The loop: steps, held-out losses, checkpoints, and a stop on request (where the data path ends)."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -113,19 +114,13 @@ class Trainer:
         losses: dict[str, float] = {}
         with torch.no_grad():
             for domain in self.heldout_data.domains if self.trainer.eval_batches else ():
-                sums = torch.zeros(2, device=self.mesh.device)
-                for number, batch in enumerate(self.heldout_data.batches(domain, rows)):
-                    if number == self.trainer.eval_batches * self.trainer.accumulation:
-                        break
-                    own = self._rank_part(batch)
-                    sums += torch.stack([module(own).lm_loss_sum, sums.new_tensor(count_tokens([own]).labelled_tokens)])
-                dist.all_reduce(sums, group=self.mesh.data_group)
-                loss_sum, tokens = sums.tolist()
-                losses[domain] = loss_sum / max(tokens, 1)
+                batches = self.heldout_data.batches(domain, rows)
+                record = self._evaluate_domain(
+                    domain, islice(batches, self.trainer.eval_batches * self.trainer.accumulation)
+                )
+                losses[domain] = record.lm_loss
                 if self.store is not None:
-                    self.store.write_eval(
-                        EvalRecord(step=self.step, domain=domain, lm_loss=losses[domain], num_tokens=int(tokens))
-                    )
+                    self.store.write_eval(record)
         module.train()
         collect_traffic(module)  # what evaluation moved belongs to no step
         if self.progress is not None and losses:
@@ -133,6 +128,28 @@ class Trainer:
             self.progress.message(f"step {self.step}: held-out loss {shown} nats per token")
         self.heldout_losses = losses
         return losses
+
+    def _evaluate_domain(self, domain: str, batches: Iterable[TokenBatch]) -> EvalRecord:
+        sums = torch.zeros(2, device=self.mesh.device)
+        counts_LE = torch.zeros(
+            len(self.engine.module.moe_layers()), self.moe.num_experts, dtype=torch.int64, device=self.mesh.device
+        )
+        for batch in batches:
+            own = self._rank_part(batch)
+            output = self.engine.module(own)
+            sums += torch.stack([output.lm_loss_sum, sums.new_tensor(count_tokens([own]).labelled_tokens)])
+            if output.router is not None:
+                counts_LE += output.router.tokens_per_expert_BE.sum(1)
+        dist.all_reduce(sums, group=self.mesh.data_group)
+        dist.all_reduce(counts_LE, group=self.mesh.data_group)
+        loss_sum, tokens = sums.tolist()
+        return EvalRecord(
+            step=self.step,
+            domain=domain,
+            lm_loss=loss_sum / max(tokens, 1),
+            num_tokens=int(tokens),
+            tokens_per_expert_LE=counts_LE.tolist(),
+        )
 
     def save(self) -> None:
         """Write a checkpoint of this step (collective)."""

@@ -157,3 +157,14 @@ def test_drop_rate_by_hand() -> None:
     """A19: five picks, two kept."""
     assert load.drop_rate(3, 5) == pytest.approx(0.6)
     assert load.drop_rate([3, 0], [5, 0]).tolist() == pytest.approx([0.6, 0.0])
+
+
+def test_domain_information_is_what_a_pick_tells_of_its_domain() -> None:
+    """0 when domains use experts alike, 1 when they share none; a domain's length does not matter. Half shared, by hand:
+    domains (2, 2, 0), (0, 2, 2): I = 2 · 1/4 · ln 2 = ½ ln 2, over ln 2."""
+    assert load.domain_information([[3, 5], [30, 50]]) == pytest.approx(0.0, abs=1e-12)
+    assert load.domain_information([[4, 0], [0, 1]]) == pytest.approx(1.0)
+    assert load.domain_information([[2, 2, 0], [0, 2, 2]]) == pytest.approx(0.5)
+    assert load.domain_information([[20, 20, 0], [0, 2, 2]]) == pytest.approx(0.5)
+    assert load.domain_information([[4, 1]]) == 0.0
+    assert load.domain_information([[4, 1], [0, 0]]) == 0.0
