@@ -69,6 +69,24 @@ def test_every_recipe_runs(recipe: str, tmp_path: Path, tmp_path_factory: pytest
     assert json.loads(report.stdout)["summary"]["steps"] == 3
 
 
+def test_routers_are_compared_in_one_table(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Two variants, a row each with every column; the finished runs are taken up again, not run again."""
+    command = [sys.executable, "-m", "recipes.compare_routers", "--steps", "3", "--folder", str(tmp_path / "runs")]
+    command += ["--output", str(tmp_path / "table.md"), "--only", "softmax, sequence", "hash", "--"]
+    command += [setting for setting in SHRUNK if "max_steps" not in setting]
+    times = []
+    for _ in range(2):
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(tmp_path_factory), capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        times.append((tmp_path / "runs" / "hash" / "metrics.jsonl").stat().st_mtime_ns)
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| softmax, sequence", "| hash"]
+    assert len({line.count("|") for line in lines[:4]}) == 1
+    assert times[0] == times[1]
+
+
 def test_torchrun_gives_the_same_run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """`torchrun -m recipes.pretrain` and `switchyard run` are the same to the last bit of every loss."""
     env = environment(tmp_path_factory)
