@@ -177,6 +177,11 @@ class MoEConfig:
     """Share of trainer.max_steps after which the selection bias no longer moves. 1 = never."""
 
 
+def pick_slots(moe: MoEConfig) -> int:
+    """Width of the router's ids and weights: top_k, or num_experts where a token may get any number of experts."""
+    return moe.top_k if ROUTER_TRAITS[moe.router].exact_top_k else moe.num_experts
+
+
 def balance_terms(moe: MoEConfig) -> dict[BalanceScope, float]:
     """Coefficients above 0 of the load-balancing losses, by scope, from the narrowest to the widest."""
     terms = {scope: getattr(moe.balance, scope.name) for scope in BalanceScope}

@@ -98,6 +98,18 @@ def oracle(process_pool: Pools) -> Callable[[RouterKind], Trace]:
     return get
 
 
+def test_a_frozen_router_stays_under_every_engine(process_pool: Pools) -> None:
+    """ZeRO-1 on two ranks against one process: no gradient or update of the router anywhere, the rest as ever."""
+    base = config_of(RouterKind.softmax)
+    frozen = replace(base, moe=replace(base.moe, freeze_router=True))
+    expected = pickle.loads(process_pool(1).run(two_steps, one_process(frozen))[0])
+    config = laid_out(frozen, Layout(2, 2, 2))
+    config = replace(config, engine=replace(config.engine, kind=EngineKind.deepspeed))
+    comparison = compare_traces(expected, pickle.loads(process_pool(2).run(two_steps, config)[0]), tolerance=1e-5)
+    assert comparison.first is None, comparison.report()
+    assert not any("router" in name for name in expected.weights)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", list(ROUTERS), ids=lambda kind: kind.name)
 def test_a_router_is_the_same_on_every_layout(

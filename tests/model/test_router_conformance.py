@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dispatch.interface import NOT_DISPATCHED
 from moe.errors import NumericError
 from moe.model.balance import balance_sum_batch
-from moe.model.config import ROUTER_TRAITS, MoEConfig, RouterDType, RouterKind
+from moe.model.config import ROUTER_TRAITS, MoEConfig, RouterDType, RouterKind, pick_slots
 from moe.model.router import Router, Routing
 from moe.model.routers.registry import ROUTERS
 from moe.model.routers.rule import TokenContext
@@ -90,6 +90,7 @@ def test_counts_and_weights_are_as_documented(kind: RouterKind, shape: tuple[int
     ids_TK, weights_TK, stats = route(moe, random_logits(num_rows, num_tokens, num_experts, size=30.0), valid_BS)
     valid_T = valid_BS.flatten()
     assert (ids_TK.dtype, weights_TK.dtype) == (torch.int64, torch.float32)
+    assert ids_TK.shape == weights_TK.shape == (num_rows * num_tokens, pick_slots(moe))
     assert torch.equal(stats.tokens_per_expert_BE.sum(1), documented_counts(moe, valid_BS))
     for b in range(num_rows):
         row_ids = ids_TK.view(num_rows, num_tokens, ids_TK.shape[1])[b].flatten()
