@@ -20,7 +20,8 @@ class DispatchConfig:
     """The exchange. Never changes the mathematics."""
 
     mode: DispatchMode = DispatchMode.auto
-    """auto: local with one expert rank, all_to_all otherwise. local: no exchange. all_gather: every token visits every
+    """auto: local with one expert rank; over several nodes all_to_all or two_hop, by bandwidths that the start of the run
+    measures (dispatch/choose.py); else all_to_all. local: no exchange. all_gather: every token visits every
     rank. all_to_all: rows go straight to their experts. two_hop: to each node once, then inside it. reference: slow
     loops, the definition. docs/dispatch.md says when each pays."""
     chunks: int = 1

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from backends.config import OpsConfig
 from dispatch.build import build_dispatcher
+from dispatch.choose import resolve_auto
 from dispatch.config import DispatchConfig
 from dispatch.interface import TokenDispatcher
 from moe.model.config import ModelConfig, MoEConfig
@@ -65,6 +66,15 @@ def build_model(
     placement: Sequence[int] | None = None,
 ) -> Transformer:
     """Build on meta, keep this rank's part, materialise it on the mesh's device with layout-independent weights."""
+    dispatch = resolve_auto(
+        dispatch,
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        topology=mesh.topology,
+        device=mesh.device,
+        placement=placement,
+        row_element_size=dtype.itemsize,
+    )
     with torch.device("meta"):
         whole = Transformer(model, moe)
     part = parallelize(whole, mesh=mesh, dispatch=dispatch, ops=ops, placement=placement)
