@@ -18,6 +18,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args[:1] == ["run"]:
             # It has its own parser, shared with `python -m recipes.pretrain`.
             return _run(args[1:])
+        if args[:2] == ["verify", "layout"]:
+            from recipes import verify_layout
+
+            return verify_layout.main(args[2:])
         arguments = _parser().parse_args(args)
         return int(arguments.verb(arguments))
     except SwitchyardError as error:
@@ -37,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"switchyard {version}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     verbs.add_parser("run", help="train: run RECIPE [key=value ...]; see run --help", add_help=False)
+    verify = verbs.add_parser("verify", help="prove something: verify layout RECIPE [key=value ...]")
+    verify.add_argument("subject", choices=["layout"], help="layout: a recipe's layout against one process")
     listing = verbs.add_parser("ls", help="list what there is to choose from")
     listing.add_argument("topic", nargs="?", choices=list(TOPICS), help="one topic; all when left out")
     listing.set_defaults(verb=_ls)

@@ -169,3 +169,10 @@ def test_unfitting_states_are_refused_by_name() -> None:
         check_states(parameters, {**good, "c": good["a"]})
     with pytest.raises(ValueError, match=r"exp_avg of b has shape \[2\], but the model's is \[3\]"):
         check_states(parameters, {**good, "b": replace(good["b"], exp_avg=torch.zeros(2))})
+
+
+def test_the_norm_of_a_large_tensor_is_right_to_the_last_digits() -> None:
+    """A CPU's fp32 sum of a million squares is not: the norm is formed in fp64 there and rounded once."""
+    gradient = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+    expected = float(gradient.double().square().sum().sqrt())
+    assert float(global_grad_norm([gradient], [], None)) == pytest.approx(expected, rel=1e-7)
