@@ -17,7 +17,12 @@ def validate(config: RunConfig) -> list[Problem]:
     broken = {problem.path for problem in problems}
     # A rule between settings says nothing useful about a setting that is already out of its own range.
     for rule in _RULES:
-        problems += [problem for problem in rule(config) if not broken & {problem.path, *problem.involves}]
+        try:
+            problems += [problem for problem in rule(config) if not broken & {problem.path, *problem.involves}]
+        except ZeroDivisionError:
+            # A rule divides by a setting that is 0, which its own range has refused.
+            if not broken:
+                raise
     return problems
 
 
