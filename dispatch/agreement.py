@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dispatch.check import DispatchError
 from dispatch.exchange import Channel, start_all_gather
 from dispatch.placement import Placement
 from dispatch.traffic import forward_phase
@@ -32,10 +33,6 @@ class Status(IntEnum):
     """Its router's output holds NaN or infinity."""
     failed = 2
     """It is about to raise an error of its own."""
-
-
-class DispatchError(RuntimeError):
-    """The ranks of a group do not agree, or one of them cannot go on. Raised on all of them."""
 
 
 class Terms(NamedTuple):
@@ -92,6 +89,24 @@ def gather_numbers(counts_N: Tensor, terms: Terms, channel: Channel, status: Sta
     received = start_all_gather(message, channel, phase).wait().view(channel.num_ranks, message.numel())
     check_headers(received[:, :HEADER_LENGTH].tolist(), channel.group, own_status=status)
     return received[:, HEADER_LENGTH:]
+
+
+class Meeting:
+    """Whether the ranks of a dispatcher have compared their terms once.
+
+    Sizes of all later messages follow from them (how many counts, for which experts), so this first one has a fixed size.
+    """
+
+    def __init__(self) -> None:
+        self._held = False
+
+    def hold(self, x_TD: Tensor, terms: Terms, channel: Channel, status: Status = Status.ready) -> bool:
+        """Compare terms, the first time only (collective then); whether it was that time. Raises as `check_headers`."""
+        if self._held:
+            return False
+        gather_numbers(torch.zeros(0, dtype=torch.int64, device=x_TD.device), terms, channel, status)
+        self._held = True
+        return True
 
 
 def check_headers(

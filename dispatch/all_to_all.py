@@ -11,11 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dispatch.agreement import (
+    HEADER_LENGTH,
+    Meeting,
+    Status,
+    Terms,
+    check_headers,
+    fingerprint,
+    put_headers,
+    terms_of,
+)
 from dispatch.exchange import RowExchange, exchange_counts, open_channel
 from dispatch.interface import NOT_DISPATCHED, Dispatched, ExpertFunction
 from dispatch.memory import attach_weights, detach_weights
 from dispatch.overlap import Overlap, combine_stages, dispatch_stages, run_stages
-from dispatch.permute import PickOrder, Reordering, by_expert_then_source, sort_picks
+from dispatch.permute import PickOrder, Reordering, by_expert_then_source, check_ids, sort_picks
 from dispatch.placement import Placement
 from dispatch.rows import add_rows, gather_rows, reorder_rows, sum_rows
 from dispatch.traffic import Traffic
@@ -53,8 +63,13 @@ class AllToAllDispatcher:
         ranks_per_node: int | None = None,
         overlap: Overlap | None = None,
         save_memory: bool = False,
+        layer_index: int | None = None,
+        check: bool = False,
     ) -> None:
-        """ranks_per_node: consecutive ranks of the job that share a node; None: all do. save_memory: see memory.py."""
+        """ranks_per_node: consecutive ranks of the job that share a node; None: all do. save_memory: see memory.py.
+
+        layer_index: named in errors. check: see dispatch/check.py.
+        """
         self.num_experts = placement.num_experts
         self.local_expert_ids = placement.expert_ids_by_rank[dist.get_rank(group)]
         self.traffic = Traffic()
@@ -66,7 +81,11 @@ class AllToAllDispatcher:
             traffic=self.traffic,
             forward_async=self._overlap.forward,
             backward_async=self._overlap.backward,
+            check=check,
         )
+        self._layer_index = layer_index
+        self._placement = fingerprint(placement)
+        self._meeting = Meeting()
         self._experts_per_rank = placement.experts_per_rank
         slot_of_expert = placement.slot_of_expert
         # The last entry serves NOT_DISPATCHED (index −1). No table when slots are the expert ids.
@@ -102,18 +121,29 @@ class AllToAllDispatcher:
         topk_weights_of_chunk: Sequence[Tensor] | None = None,
     ) -> list[AllToAllPlan]:
         """Sort the picks of every chunk, and tell each rank how many rows of each chunk its experts get."""
-        orders = [sort_picks(self._slots(ids_TK), self.num_experts) for ids_TK in topk_expert_ids_of_chunk]
-        num_chunks, num_ranks, num_local = len(orders), len(self._experts_per_rank), len(self.local_expert_ids)
+        num_chunks, num_ranks, num_local = (
+            len(topk_expert_ids_of_chunk),
+            len(self._experts_per_rank),
+            len(self.local_expert_ids),
+        )
+        terms = self._terms(x_TD, topk_expert_ids_of_chunk[0].shape[1], num_chunks)
+        try:
+            orders = [sort_picks(self._slots(ids_TK), self.num_experts) for ids_TK in topk_expert_ids_of_chunk]
+        except ValueError:
+            self._announce(x_TD, terms, Status.failed)
+            raise
+        self._meeting.hold(x_TD, terms, self._channel)
         # By slot, then chunk: what one rank is told lies together.
         counts_EC = torch.stack([order.tokens_per_expert_E for order in orders], 1)
-        received_PeC = exchange_counts(
-            counts_EC.flatten(),
-            [count * num_chunks for count in self._experts_per_rank],
-            [num_local * num_chunks] * num_ranks,
-            self._channel,
-        ).view(num_ranks, num_local, num_chunks)
-        # One copy to the host for both: the splits must be integers there.
-        numbers = torch.cat((counts_EC.t().flatten(), received_PeC.sum(1).t().flatten())).tolist()
+        told = self._tell(counts_EC, terms)
+        headers, received_PeC = told[:, :HEADER_LENGTH], told[:, HEADER_LENGTH:].view(num_ranks, num_local, num_chunks)
+        # One copy to the host for all: the splits must be integers there.
+        numbers = torch.cat((headers.flatten(), counts_EC.t().flatten(), received_PeC.sum(1).t().flatten())).tolist()
+        end = num_ranks * HEADER_LENGTH
+        check_headers(
+            [numbers[start : start + HEADER_LENGTH] for start in range(0, end, HEADER_LENGTH)], self._channel.group
+        )
+        numbers = numbers[end:]
         plans = []
         weights_travel = self._save_memory and topk_weights_of_chunk is not None
         for chunk, order in enumerate(orders):
@@ -175,9 +205,39 @@ class AllToAllDispatcher:
         """Weights of the rows that came."""
         return plan.weight_R
 
+    def refuse(self, x_TD: Tensor, top_k: int) -> None:
+        """See TokenDispatcher."""
+        self._announce(x_TD, self._terms(x_TD, top_k, self._overlap.chunks), Status.not_finite)
+
+    def _announce(self, x_TD: Tensor, terms: Terms, status: Status) -> None:
+        """Bad news in place of counts."""
+        if self._meeting.hold(x_TD, terms, self._channel, status):
+            return
+        counts_EC = torch.zeros((self.num_experts, terms.chunks), dtype=torch.int64, device=x_TD.device)
+        self._tell(counts_EC, terms, status)
+
+    def _tell(self, counts_EC: Tensor, terms: Terms, status: Status = Status.ready) -> Tensor:
+        """Tell each rank how many rows of each chunk each of its experts gets from here.
+
+        Returns what this rank is told: [P, header and numbers], by expert, then chunk.
+        """
+        num_chunks, num_ranks = counts_EC.shape[1], len(self._experts_per_rank)
+        numbers_P = [count * num_chunks for count in self._experts_per_rank]
+        own = HEADER_LENGTH + len(self.local_expert_ids) * num_chunks
+        return exchange_counts(
+            put_headers(counts_EC.flatten(), numbers_P, terms, status),
+            [HEADER_LENGTH + numbers for numbers in numbers_P],
+            [own] * num_ranks,
+            self._channel,
+        ).view(num_ranks, own)
+
+    def _terms(self, x_TD: Tensor, top_k: int, num_chunks: int) -> Terms:
+        return terms_of(x_TD, top_k, layer_index=self._layer_index, placement=self._placement, chunks=num_chunks)
+
     def _slots(self, topk_expert_ids_TK: Tensor) -> Tensor:
         if self._slot_table is None:
             return topk_expert_ids_TK
+        check_ids(topk_expert_ids_TK, self.num_experts)
         self._slot_table = self._slot_table.to(topk_expert_ids_TK.device)
         return self._slot_table[topk_expert_ids_TK]
 

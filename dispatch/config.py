@@ -15,9 +15,22 @@ class DispatchMode(Enum):
     two_hop = "two_hop"
 
 
+class DropPolicy(Enum):
+    """Which picks of an overfull expert are kept."""
+
+    probability = "probability"
+    position = "position"
+    random = "random"
+
+
+# In this form since `global` cannot be written as a name.
+CapacityScope = Enum("CapacityScope", {"global": "global", "local": "local"})
+"""Over which tokens capacity is decided."""
+
+
 @dataclass(kw_only=True, slots=True)
 class DispatchConfig:
-    """The exchange. Never changes the mathematics."""
+    """The exchange. Never changes the mathematics, but for the settings of capacity, which say what is left out."""
 
     mode: DispatchMode = DispatchMode.auto
     """auto: local with one expert rank; over several nodes all_to_all or two_hop, by bandwidths that the start of the run
@@ -36,3 +49,21 @@ class DispatchConfig:
     save_memory: bool = False
     """Keep neither the experts' input nor their output for backward: the first is exchanged again, the second not needed
     (dispatch/memory.py). Useless with activation checkpointing, which keeps neither anyhow."""
+    capacity_factor: float | None = None
+    """Picks that an expert serves in training, as a multiple of its even share tokens · top_k / num_experts; what exceeds
+    is dropped (the residual path goes on). null: every pick is served. Evaluation and sampling serve every pick."""
+    min_capacity: int = 0
+    """An expert serves at least so many picks, if there are so many tokens."""
+    drop_policy: DropPolicy = DropPolicy.probability
+    """Kept first: the largest combine weights, the earliest positions, or as drawn at random by (trainer.seed, step)."""
+    capacity_scope: CapacityScope = CapacityScope["global"]
+    """global: over the tokens of all ranks of a micro-step, the same in every layout. local: each rank over its own."""
+    pad_to_capacity: bool = False
+    """Send every expert exactly its capacity, filled up with zeros: shapes are static, ranks exchange no counts and the
+    host waits for no device. Needs a capacity factor and scope local; padding positions count among the tokens."""
+    max_rows_per_rank: int | None = None
+    """Rows that a rank's experts take at once, over all its experts; what exceeds is dropped by drop_policy. Protects
+    memory when everything is sent to one rank. null: no bound."""
+    check: bool = False
+    """Compare splits and checksums of every exchange, with buffers that begin as NaN: slow, to find a fault of a link or a
+    library."""

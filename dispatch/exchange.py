@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dispatch.check import check_pieces, check_splits, fill_with_nan
 from dispatch.traffic import Link, Phase, TimedWork, Traffic, forward_phase, links_from
 
 
@@ -33,6 +34,8 @@ class Channel:
     """Whether `begin` returns before the exchange is over; if not, it waits there."""
     backward_async: bool = True
     """The same of backward."""
+    check: bool = False
+    """Whether splits and checksums are compared; see dispatch/check.py."""
 
     @property
     def num_ranks(self) -> int:
@@ -47,6 +50,7 @@ def open_channel(
     traffic: Traffic,
     forward_async: bool = True,
     backward_async: bool = True,
+    check: bool = False,
 ) -> Channel:
     """A channel over the group. ranks_per_node: consecutive ranks of the job that share a node."""
     return Channel(
@@ -55,6 +59,7 @@ def open_channel(
         traffic=traffic,
         forward_async=forward_async,
         backward_async=backward_async,
+        check=check,
     )
 
 
@@ -204,30 +209,61 @@ def start_timed(
 def start_all_gather(part: Tensor, channel: Channel, phase: Phase) -> Pending:
     """Every rank's part ([A, ...], the same shape everywhere), one after the other by rank: [P · A, ...]. Counts no rows."""
     part = part.contiguous()
-    return start_timed(
+    received = part.new_empty((channel.num_ranks * part.shape[0], *part.shape[1:]))
+    pending = start_timed(
         channel,
         phase,
         part,
-        part.new_empty((channel.num_ranks * part.shape[0], *part.shape[1:])),
+        fill_with_nan(received) if channel.check else received,
         lambda sent, received: dist.all_gather_single(received, sent, group=channel.group, async_op=True),
     )
+    if not channel.check:
+        return pending
+    parts = part.repeat(channel.num_ranks, *[1] * (part.dim() - 1))
+    return _Checked(pending, parts, [part.shape[0]] * channel.num_ranks, [part.shape[0]] * channel.num_ranks, channel)
 
 
 def _start_all_to_all(
     rows_ND: Tensor, send_rows_P: Sequence[int], receive_rows_P: Sequence[int], channel: Channel, phase: Phase
 ) -> Pending:
     assert sum(send_rows_P) == rows_ND.shape[0], (list(send_rows_P), rows_ND.shape)
+    rows_ND = rows_ND.contiguous()
     received_RD = rows_ND.new_empty((sum(receive_rows_P), rows_ND.shape[1]))
+    if channel.check:
+        check_splits(send_rows_P, receive_rows_P, channel.group, rows_ND.device)
+        fill_with_nan(received_RD)
     channel.traffic.count(phase, channel.links_P, send_rows_P, rows_ND.shape[1] * rows_ND.element_size())
-    return start_timed(
+    pending = start_timed(
         channel,
         phase,
-        rows_ND.contiguous(),
+        rows_ND,
         received_RD,
         lambda sent, received: dist.all_to_all_single(
             received, sent, list(receive_rows_P), list(send_rows_P), group=channel.group, async_op=True
         ),
     )
+    return _Checked(pending, rows_ND, send_rows_P, receive_rows_P, channel) if channel.check else pending
+
+
+class _Checked(Pending):
+    """An exchange whose pieces are compared with what was sent."""
+
+    def __init__(
+        self,
+        pending: Pending,
+        sent: Tensor,
+        send_rows_P: Sequence[int],
+        receive_rows_P: Sequence[int],
+        channel: Channel,
+    ) -> None:
+        self._pending = pending
+        self._given = sent, send_rows_P, receive_rows_P, channel
+
+    def wait(self) -> Tensor:
+        received = self._pending.wait()
+        sent, send_rows_P, receive_rows_P, channel = self._given
+        check_pieces(sent, send_rows_P, received, receive_rows_P, channel.group)
+        return received
 
 
 def _settled(half: "Pending | Tensor | None") -> Tensor:

@@ -80,3 +80,9 @@ class TokenDispatcher(Protocol):
         way; what it returns ([T, D]) is added to the result.
         """
         ...
+
+    def refuse(self, x_TD: Tensor, top_k: int) -> None:
+        """In place of `run` when this rank's router output is not finite: the others, which wait for its counts, learn of
+        it there and raise, and so can the caller. Arguments as `run` would have had them.
+        """
+        ...

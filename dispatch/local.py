@@ -55,6 +55,9 @@ class LocalDispatcher:
             y_TD = self.combine(experts(rows_RD, tokens_per_expert_E), topk_weights_TK, state)
         return y_TD if beside is None else y_TD + beside()
 
+    def refuse(self, x_TD: Tensor, top_k: int) -> None:
+        """Nobody waits."""
+
     def _run_forgetting(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor, experts: ExpertFunction
     ) -> Tensor:

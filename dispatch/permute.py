@@ -60,6 +60,14 @@ def sort_picks(topk_expert_ids_TK: Tensor, num_experts: int) -> PickOrder:
     )
 
 
+def check_ids(topk_expert_ids_TK: Tensor, num_experts: int) -> None:
+    """Raise ValueError when an id is neither NOT_DISPATCHED nor that of an expert."""
+    if topk_expert_ids_TK.numel():
+        low, high = torch.aminmax(topk_expert_ids_TK)
+        if low < NOT_DISPATCHED or high >= num_experts:
+            raise ValueError(_range_message(topk_expert_ids_TK, num_experts))
+
+
 def _range_message(topk_expert_ids_TK: Tensor, num_experts: int) -> str:
     low, high = int(topk_expert_ids_TK.min()), int(topk_expert_ids_TK.max())
     return (

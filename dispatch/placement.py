@@ -26,6 +26,12 @@ class Placement:
         return [len(expert_ids) for expert_ids in self.expert_ids_by_rank]
 
     @property
+    def rank_of_expert(self) -> list[int]:
+        """Rank of each global expert id."""
+        holders = {expert: rank for rank, expert_ids in enumerate(self.expert_ids_by_rank) for expert in expert_ids}
+        return [holders[expert] for expert in range(self.num_experts)]
+
+    @property
     def slot_of_expert(self) -> list[int]:
         """Slot of each global expert id."""
         experts_by_slot = [expert for expert_ids in self.expert_ids_by_rank for expert in expert_ids]

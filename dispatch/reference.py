@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dispatch.agreement import Status, fingerprint, gather_numbers, terms_of
+from dispatch.exchange import open_channel
 from dispatch.interface import NOT_DISPATCHED, Dispatched, ExpertFunction
 from dispatch.placement import Placement
 from dispatch.traffic import Traffic
@@ -36,17 +38,33 @@ class ReferenceState:
 class ReferenceDispatcher:
     """A TokenDispatcher that anyone can check by reading it. For tests and small doubts, not for training."""
 
-    def __init__(self, placement: Placement, group: dist.ProcessGroup | None) -> None:
-        """group None: one rank, which holds every expert."""
+    def __init__(
+        self, placement: Placement, group: dist.ProcessGroup | None, *, layer_index: int | None = None
+    ) -> None:
+        """group None: one rank, which holds every expert. layer_index: named in errors."""
+        self.traffic = Traffic()
+        """Stays empty: what the reference moves says nothing about any mode."""
         self._rank = 0 if group is None else dist.get_rank(group)
         self._group = group
         self._placement = placement
+        self._layer_index = layer_index
         self.num_experts = placement.num_experts
         self.local_expert_ids = placement.expert_ids_by_rank[self._rank]
-        self.traffic = Traffic()
+
+    def refuse(self, x_TD: Tensor, top_k: int) -> None:
+        """See TokenDispatcher."""
+        self._agree(x_TD, top_k, Status.not_finite)
+
+    def _agree(self, x_TD: Tensor, top_k: int, status: Status) -> None:
+        if self._group is None:
+            return
+        terms = terms_of(x_TD, top_k, layer_index=self._layer_index, placement=fingerprint(self._placement), chunks=1)
+        channel = open_channel(self._group, ranks_per_node=dist.get_world_size(), traffic=Traffic())
+        gather_numbers(torch.zeros(0, dtype=torch.int64, device=x_TD.device), terms, channel, status)
 
     def dispatch(self, x_TD: Tensor, topk_expert_ids_TK: Tensor) -> Dispatched:
         """Rows of this rank's experts from all ranks, sorted by local expert, source rank, token, pick."""
+        self._agree(x_TD, topk_expert_ids_TK.shape[1], Status.ready)
         # fp32, so that a token's gradient is the fp32 sum over its picks.
         x_of_rank = from_every_rank(x_TD.float(), self._group)
         ids_of_rank = [ids_TK.tolist() for ids_TK in from_every_rank(topk_expert_ids_TK, self._group)]

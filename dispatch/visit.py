@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dispatch.agreement import Status, Terms, fingerprint, gather_numbers, terms_of
+from dispatch.agreement import Meeting, Status, Terms, fingerprint, gather_numbers, terms_of
 from dispatch.exchange import Channel, begin, end, open_channel
 from dispatch.hops import Homeward, Outward, Route, partial_sums, split_visitors
 from dispatch.interface import NOT_DISPATCHED, Dispatched, ExpertFunction
 from dispatch.overlap import Overlap, dispatch_stages, run_stages
-from dispatch.permute import PickOrder, sort_picks
+from dispatch.permute import PickOrder, check_ids
 from dispatch.placement import Placement
 from dispatch.rows import add_rows
 from dispatch.topology import Topology
@@ -71,8 +71,9 @@ class VisitDispatcher:
         overlap: Overlap | None = None,
         layer_index: int | None = None,
         save_memory: bool = False,
+        check: bool = False,
     ) -> None:
-        """topology: of this group. layer_index: named in errors. save_memory: see dispatch/memory.py."""
+        """topology: of this group. layer_index: named in errors. save_memory, check: see dispatch/memory.py, check.py."""
         self.num_experts = placement.num_experts
         self.local_expert_ids = placement.expert_ids_by_rank[dist.get_rank(group)]
         self.traffic = Traffic()
@@ -80,7 +81,8 @@ class VisitDispatcher:
         self._layer_index = layer_index
         self._save_memory = save_memory
         self._placement = fingerprint(placement)
-        around = surroundings(placement, group, topology, self.traffic, self._overlap)
+        self._meeting = Meeting()
+        around = surroundings(placement, group, topology, self.traffic, self._overlap, check=check)
         self._channel = around.channel
         self._planner = make_planner(around)
 
@@ -107,11 +109,16 @@ class VisitDispatcher:
         """dispatch, experts, combine, in chunks; the weights travel beside the rows."""
         return run_stages(self, self._overlap, x_TD, topk_expert_ids_TK, topk_weights_TK, experts, beside)
 
-    def refuse(self, x_TD: Tensor, top_k: int, status: Status) -> None:
-        """Take part in the agreement with bad news, in place of `run`; the caller raises its own error."""
-        num_counts = self._planner.num_counts(self._overlap.chunks)
-        counts_N = torch.zeros(num_counts, dtype=torch.int64, device=x_TD.device)
-        gather_numbers(counts_N, self._terms(x_TD, top_k, self._overlap.chunks), self._channel, status)
+    def refuse(self, x_TD: Tensor, top_k: int) -> None:
+        """See TokenDispatcher."""
+        self._announce(x_TD, self._terms(x_TD, top_k, self._overlap.chunks), Status.not_finite)
+
+    def _announce(self, x_TD: Tensor, terms: Terms, status: Status) -> None:
+        """Bad news in place of counts."""
+        if not self._meeting.hold(x_TD, terms, self._channel, status):
+            num_counts = self._planner.num_counts(terms.chunks)
+            counts_N = torch.zeros(num_counts, dtype=torch.int64, device=x_TD.device)
+            gather_numbers(counts_N, terms, self._channel, status)
 
     def plan(
         self,
@@ -126,11 +133,9 @@ class VisitDispatcher:
             for ids_TK in topk_expert_ids_of_chunk:
                 check_ids(ids_TK, self.num_experts)
         except ValueError:
-            num_counts = self._planner.num_counts(num_chunks)
-            gather_numbers(
-                torch.zeros(num_counts, dtype=torch.int64, device=x_TD.device), terms, self._channel, Status.failed
-            )
+            self._announce(x_TD, terms, Status.failed)
             raise
+        self._meeting.hold(x_TD, terms, self._channel)
         counts_of_rank = gather_numbers(self._planner.counts(topk_expert_ids_of_chunk), terms, self._channel).tolist()
         weights = [None] * num_chunks if topk_weights_of_chunk is None else topk_weights_of_chunk
         plans = self._planner.plan(topk_expert_ids_of_chunk, counts_of_rank)
@@ -198,7 +203,13 @@ class Surroundings:
 
 
 def surroundings(
-    placement: Placement, group: dist.ProcessGroup, topology: Topology, traffic: Traffic, overlap: Overlap
+    placement: Placement,
+    group: dist.ProcessGroup,
+    topology: Topology,
+    traffic: Traffic,
+    overlap: Overlap,
+    *,
+    check: bool,
 ) -> Surroundings:
     """Channels and tables of one dispatcher."""
 
@@ -209,6 +220,7 @@ def surroundings(
             traffic=traffic,
             forward_async=overlap.forward,
             backward_async=overlap.backward,
+            check=check,
         )
 
     rank = dist.get_rank(group)
@@ -229,15 +241,12 @@ class ExpertTable:
     """Look-ups by expert id; NOT_DISPATCHED gives NOT_DISPATCHED."""
 
     def __init__(self, placement: Placement, rank: int) -> None:
-        rank_of = [NOT_DISPATCHED] * (placement.num_experts + 1)
-        local = [NOT_DISPATCHED] * (placement.num_experts + 1)
-        for holder, expert_ids in enumerate(placement.expert_ids_by_rank):
-            for place, expert in enumerate(expert_ids):
-                rank_of[expert] = holder
-                local[expert] = place if holder == rank else NOT_DISPATCHED
+        local = [NOT_DISPATCHED] * placement.num_experts
+        for place, expert in enumerate(placement.expert_ids_by_rank[rank]):
+            local[expert] = place
         # The last entry serves NOT_DISPATCHED (index −1).
-        self._rank_of = torch.tensor(rank_of, dtype=torch.int64)
-        self._local = torch.tensor(local, dtype=torch.int64)
+        self._rank_of = torch.tensor([*placement.rank_of_expert, NOT_DISPATCHED], dtype=torch.int64)
+        self._local = torch.tensor([*local, NOT_DISPATCHED], dtype=torch.int64)
 
     def ranks(self, topk_expert_ids: Tensor) -> Tensor:
         """Rank that holds each expert, int64."""
@@ -248,12 +257,3 @@ class ExpertTable:
         """Place of each expert among this rank's, int64; NOT_DISPATCHED for another rank's."""
         self._local = self._local.to(topk_expert_ids.device)
         return self._local[topk_expert_ids.long()]
-
-
-def check_ids(topk_expert_ids_TK: Tensor, num_experts: int) -> None:
-    """Raise ValueError when an id is neither NOT_DISPATCHED nor that of an expert."""
-    if topk_expert_ids_TK.numel():
-        low, high = torch.aminmax(topk_expert_ids_TK)
-        if low < NOT_DISPATCHED or high >= num_experts:
-            # It says what is wrong.
-            sort_picks(topk_expert_ids_TK, num_experts)

@@ -79,6 +79,8 @@ class Router(nn.Module):
             )
         self.moe = moe
         self.rule = ROUTERS[moe.router]
+        self.stops_early = True
+        """Whether a logit that is not finite raises at once; if not, the sums of the step bring the news."""
         self.layer_index = layer_index
         weight_ED = torch.empty(moe.num_experts, hidden_size)
         if moe.freeze_router:
@@ -112,7 +114,8 @@ class Router(nn.Module):
         valid_T = valid_BS.reshape(-1)
         keys_T = torch.arange(valid_T.shape[0], device=x_BSD.device) if tokens is None else tokens.keys_BS.reshape(-1)
         logits_TE = self._logits(x_BSD.flatten(0, 1), keys_T)
-        stop_if_not_finite(logits_TE, self.layer_index)
+        if self.stops_early:
+            stop_if_not_finite(logits_TE, self.layer_index)
         log_scores_TE = self.rule.score.log_scores(logits_TE)
         log_probs_TE = F.log_softmax(log_scores_TE, dim=-1)
         with torch.no_grad():

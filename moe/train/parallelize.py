@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from backends.config import OpsConfig
-from dispatch.build import build_dispatcher
+from dispatch.build import build_dispatcher, build_limiter, build_padded_dispatcher
 from dispatch.choose import resolve_auto
 from dispatch.config import DispatchConfig
 from dispatch.interface import TokenDispatcher
@@ -26,21 +26,48 @@ def parallelize(
     dispatch: DispatchConfig,
     ops: OpsConfig,
     placement: Sequence[int] | None = None,
+    seed: int = 0,
 ) -> Transformer:
     """Keep this rank's experts and install a dispatcher in every MoE layer, in place; the model may be on meta.
 
-    placement: rank in the expert group of each expert; None: contiguous, as even as can be.
+    placement: rank in the expert group of each expert; None: contiguous, as even as can be. seed: of what is dropped at
+    random.
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer):
+            group, top_k = mesh.expert_group, layer.router.moe.top_k
             dispatcher = build_dispatcher(
                 dispatch,
                 num_experts=layer.num_experts,
-                group=mesh.expert_group,
+                group=group,
                 placement=placement,
                 topology=mesh.topology,
                 layer_index=layer.layer_index,
             )
+            layer.limiter = build_limiter(
+                dispatch,
+                num_experts=layer.num_experts,
+                top_k=top_k,
+                data_group=mesh.data_group,
+                expert_group=group,
+                placement=placement,
+                topology=mesh.topology,
+                traffic=dispatcher.traffic,
+                seed=seed,
+            )
+            if dispatch.pad_to_capacity:
+                layer.padded_dispatcher = build_padded_dispatcher(
+                    dispatch,
+                    num_experts=layer.num_experts,
+                    top_k=top_k,
+                    group=group,
+                    placement=placement,
+                    topology=mesh.topology,
+                    traffic=dispatcher.traffic,
+                    layer_index=layer.layer_index,
+                )
+                # No agreement tells the others of a rank that stops; so the step's sums bring the news to all.
+                layer.router.stops_early = False
             whole = layer.experts
             layer.dispatcher = dispatcher
             with torch.device(whole.w1.device):
@@ -77,7 +104,7 @@ def build_model(
     )
     with torch.device("meta"):
         whole = Transformer(model, moe)
-    part = parallelize(whole, mesh=mesh, dispatch=dispatch, ops=ops, placement=placement)
+    part = parallelize(whole, mesh=mesh, dispatch=dispatch, ops=ops, placement=placement, seed=seed)
     initialise(part, seed=seed, device=mesh.device, dtype=dtype)
     part.checkpoint_blocks = checkpoint_blocks
     return part
