@@ -11,7 +11,7 @@ from dispatch.config import DropPolicy
 from dispatch.interface import TokenDispatcher
 from dispatch.local import LocalDispatcher
 from moe.errors import NumericError
-from moe.model.config import MoEConfig
+from moe.model.config import MoEConfig, pick_slots
 from moe.model.experts import Experts, SwiGLU
 from moe.model.outputs import RouterStats
 from moe.model.router import Router, Routing, count_picks
@@ -105,8 +105,8 @@ class MoELayer(nn.Module):
 
     def _refuse(self, x_TD: Tensor) -> None:
         """Tell the ranks that wait for this one's counts that it stops: in the first exchange that there is."""
-        top_k = self.router.moe.top_k
+        num_slots = pick_slots(self.router.moe)
         if self.limiter is None or not self.limiter.refuse(
-            x_TD.device, top_k, layer_index=self.layer_index, training=self.training
+            x_TD.device, num_slots, layer_index=self.layer_index, training=self.training
         ):
-            self.dispatcher.refuse(x_TD, top_k)
+            self.dispatcher.refuse(x_TD, num_slots)
