@@ -1,14 +1,15 @@
-"""Which mode `dispatch.mode=auto` becomes: decided once per job, from its shape and from bandwidths measured at its start.
+"""Which mode `dispatch.mode=auto` becomes: decided once per job, from its shape and from what is measured at its start.
 
 A token has q picks on a node that it wants at all. Flat, q rows cross to it. In two hops one crosses, and (1 − 1/R)·q go
 on inside, for one in R has arrived already. With bandwidths `across` and `node`, each per rank with all ranks at work:
 
     flat     q / across                          two hops   c · (1 / across + (1 − 1/R) · q / node)
 
-    two hops pay when   node / across > c · (1 − 1/R) · q / (q − c)      and q > c
+    two hops can pay when   node / across > c · (1 − 1/R) · q / (q − c)      and q > c
 
 c is what a row costs in two hops beside one that goes straight: 1 for fp32; partial sums and their gradients go home in
-fp32, so 1.5 for a two-byte dtype. docs/overlap.md derives it.
+fp32, so 1.5 for a two-byte dtype. docs/overlap.md derives it. The criterion knows bytes alone, and two hops take twice as
+many collectives; so where it says yes, and the size of a step is known, a few steps of both decide.
 
 Source: with c = 1 and q = k/n the criterion published with the TerraceMoE simulator (R = 8: 1.75, 1.31, 1.17 for q = 2, 3,
 4). Here q = k / Σ_b p_b at uniform routing, where p_b = 1 − C(E − E_b, k)/C(E, k) is the chance that a token wants node b,
@@ -19,14 +20,17 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from dispatch.build import build_dispatcher
 from dispatch.config import DispatchConfig, DispatchMode
+from dispatch.interface import TokenDispatcher
 from dispatch.placement import place_experts
 from dispatch.topology import Topology
 
@@ -70,36 +74,78 @@ def two_hops_pay(
     return bandwidths.node / bandwidths.across > cost * (1 - 1 / ranks_per_node) * q / (q - cost)
 
 
+class StepSize(NamedTuple):
+    """What a trial needs to know of a rank's micro-step."""
+
+    num_tokens: int
+    hidden_size: int
+    dtype: torch.dtype
+
+
 def resolve_auto(
     config: DispatchConfig,
     *,
     num_experts: int,
     top_k: int,
+    group: dist.ProcessGroup,
     topology: Topology,
     device: torch.device,
+    size: StepSize,
     placement: Sequence[int] | None = None,
-    row_element_size: int = 4,
 ) -> DispatchConfig:
     """The configuration with `auto` replaced by what it becomes (collective over the whole job if it is auto).
 
-    Over several nodes that hangs on a measurement, so a run that must repeat bit by bit names its mode.
+    size.num_tokens 0: not known, no trial. Over several nodes the choice hangs on measurements, so a run that must repeat
+    bit by bit names its mode.
     """
     if config.mode is not DispatchMode.auto:
         return config
-    num_ranks = topology.num_nodes * topology.node_size
     bandwidths = measure_bandwidths(topology, device) if needs_bandwidths(topology) else None
     mode = choose_mode(
-        experts_per_rank=place_experts(num_experts, num_ranks, placement).experts_per_rank,
+        experts_per_rank=place_experts(num_experts, dist.get_world_size(group), placement).experts_per_rank,
         top_k=top_k,
         topology=topology,
         bandwidths=bandwidths,
-        row_element_size=row_element_size,
+        row_element_size=size.dtype.itemsize,
     )
+    if mode is DispatchMode.two_hop and size.num_tokens:
+        modes = (DispatchMode.all_to_all, DispatchMode.two_hop)
+        candidates = [
+            build_dispatcher(
+                replace(config, mode=candidate),
+                num_experts=num_experts,
+                group=group,
+                placement=placement,
+                topology=topology,
+            )
+            for candidate in modes
+        ]
+        seconds = time_dispatchers(candidates, num_experts=num_experts, top_k=top_k, size=size, device=device)
+        mode = modes[seconds.index(min(seconds))]
     if bandwidths is not None:
         logging.getLogger(__name__).info(
             "dispatch.mode=auto takes %s: %.3g bytes/s a rank across nodes, %.3g inside", mode.value, *bandwidths
         )
     return replace(config, mode=mode)
+
+
+def time_dispatchers(
+    candidates: Sequence[TokenDispatcher], *, num_experts: int, top_k: int, size: StepSize, device: torch.device
+) -> list[float]:
+    """Seconds of forward and backward at uniform routing, without experts' work (collective; equal on all ranks)."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x_TD = torch.randn(size.num_tokens, size.hidden_size, generator=generator).to(device, size.dtype).requires_grad_()
+    ids_TK = torch.rand(size.num_tokens, num_experts, generator=generator).topk(top_k, 1).indices.to(device)
+    weights_TK = torch.ones(ids_TK.shape, device=device)
+
+    def step(dispatcher: TokenDispatcher) -> None:
+        dispatcher.run(x_TD, ids_TK, weights_TK, lambda rows_RD, _, weight_R=None, /: rows_RD * 1).sum().backward()
+        # Reading a number waits for the device, whichever it is.
+        float(x_TD.grad.sum() if x_TD.grad is not None else 0.0)
+
+    # In turns, so that what else the machine does meets all of them; the first turn is left out.
+    turns = [[_slowest_seconds(partial(step, dispatcher), device) for dispatcher in candidates] for _ in range(4)]
+    return [min(times) for times in zip(*turns[1:], strict=True)]
 
 
 def choose_mode(
@@ -157,7 +203,12 @@ def _all_to_all_bandwidth(group: dist.ProcessGroup, device: torch.device) -> flo
         per_rank = num_bytes // num_ranks
         sent = torch.zeros(per_rank * num_ranks, dtype=torch.uint8, device=device)
         received = torch.empty_like(sent)
-        times = [_slowest_seconds(sent, received, group) for _ in range(_REPETITIONS)]
+
+        def exchange(sent: torch.Tensor = sent, received: torch.Tensor = received) -> None:
+            dist.all_to_all_single(received, sent, group=group)
+            int(received[-1])
+
+        times = [_slowest_seconds(exchange, device) for _ in range(_REPETITIONS)]
         # The first is left out: connections are made in it.
         seconds = statistics.median(times[1:])
         if seconds >= _LONG_ENOUGH_SECONDS or num_bytes >= _MOST_BYTES:
@@ -165,13 +216,11 @@ def _all_to_all_bandwidth(group: dist.ProcessGroup, device: torch.device) -> flo
         num_bytes *= 4
 
 
-def _slowest_seconds(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> float:
-    """Time of one exchange, of the slowest rank of the job."""
+def _slowest_seconds(action: Callable[[], None], device: torch.device) -> float:
+    """Time of an action that all ranks begin together, of the slowest rank of the job."""
     dist.barrier()
     started = time.perf_counter()
-    dist.all_to_all_single(received, sent, group=group)
-    # Reading a number back waits for the device, whichever it is.
-    int(received[-1])
-    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float32, device=sent.device)
+    action()
+    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float32, device=device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return float(seconds)

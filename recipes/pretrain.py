@@ -75,6 +75,7 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
             dtype=weight_dtype(config.engine.dtype),
             checkpoint_blocks=config.engine.activation_checkpointing is Checkpointing.full,
             placement=config.parallel.expert_placement,
+            tokens_per_rank=config.trainer.batch_size // config.trainer.accumulation // mesh.data_size * config.data.seq_len,
         )
         say(describe_run(config, job, backend.name))
         engine = build_engine(

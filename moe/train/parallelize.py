@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from backends.config import OpsConfig
 from dispatch.build import build_dispatcher, build_limiter, build_padded_dispatcher
-from dispatch.choose import resolve_auto
+from dispatch.choose import StepSize, resolve_auto
 from dispatch.config import DispatchConfig
 from dispatch.interface import TokenDispatcher
 from moe.model.config import ModelConfig, MoEConfig
@@ -91,16 +91,21 @@ def build_model(
     dtype: torch.dtype,
     checkpoint_blocks: bool,
     placement: Sequence[int] | None = None,
+    tokens_per_rank: int = 0,
 ) -> Transformer:
-    """Build on meta, keep this rank's part, materialise it on the mesh's device with layout-independent weights."""
+    """Build on meta, keep this rank's part, materialise it on the mesh's device with layout-independent weights.
+
+    tokens_per_rank: of a micro-step, for `dispatch.mode=auto` to try; 0: not known.
+    """
     dispatch = resolve_auto(
         dispatch,
         num_experts=moe.num_experts,
         top_k=moe.top_k,
+        group=mesh.expert_group,
         topology=mesh.topology,
         device=mesh.device,
+        size=StepSize(tokens_per_rank, model.hidden_size, dtype),
         placement=placement,
-        row_element_size=dtype.itemsize,
     )
     with torch.device("meta"):
         whole = Transformer(model, moe)

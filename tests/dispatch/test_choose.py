@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +11,20 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatch.choose import Bandwidths, choose_mode, measure_bandwidths, picks_per_wanted_node, two_hops_pay
-from dispatch.config import DispatchMode
+from dispatch import choose
+from dispatch.build import build_dispatcher
+from dispatch.choose import (
+    Bandwidths,
+    StepSize,
+    choose_mode,
+    measure_bandwidths,
+    picks_per_wanted_node,
+    resolve_auto,
+    time_dispatchers,
+    two_hops_pay,
+)
+from dispatch.config import DispatchConfig, DispatchMode
+from dispatch.interface import TokenDispatcher
 from dispatch.topology import Topology, build_topology
 from tests.process_pool import ProcessPool
 
@@ -89,6 +102,66 @@ def test_auto_goes_by_ranks_nodes_and_links() -> None:
         assert choose_mode(topology=grid(2, 4), bandwidths=bandwidths, **even) is mode  # type: ignore[arg-type]
     one_pick = choose_mode(experts_per_rank=[4] * 8, top_k=1, topology=grid(2, 4), bandwidths=fast_inside)
     assert one_pick is DispatchMode.all_to_all
+
+
+def resolved(ranks_per_node: int, trial: dict[str, float] | None, top_k: int) -> tuple[str, int]:
+    """(what auto becomes, how many trials were made), where links inside are 50 × as fast and a trial says `trial`."""
+    assert dist.group.WORLD is not None
+    topology = build_topology(dist.group.WORLD, ranks_per_node)
+    trials = []
+
+    def time_dispatchers(candidates: list[TokenDispatcher], **_: object) -> list[float]:
+        assert trial is not None
+        trials.append(len(candidates))
+        return [trial["all_to_all"], trial["two_hop"]]
+
+    with (
+        patch.object(choose, "measure_bandwidths", lambda *_: Bandwidths(across=1.0, node=50.0)),
+        patch.object(choose, "time_dispatchers", time_dispatchers),
+    ):
+        config = resolve_auto(
+            DispatchConfig(chunks=2),
+            num_experts=8,
+            top_k=top_k,
+            group=dist.group.WORLD,
+            topology=topology,
+            device=torch.device("cpu"),
+            size=StepSize(0 if trial is None else 16, 8, torch.float32),
+        )
+    topology.close()
+    assert config.chunks == 2
+    return config.mode.value, len(trials)
+
+
+def test_a_trial_confirms_what_the_criterion_says(process_pool: Callable[[int], ProcessPool]) -> None:
+    def run(*args: Any) -> tuple[str, int]:
+        results = process_pool(2).run(resolved, *args)
+        assert len(set(results)) == 1
+        return results[0]  # type: ignore[no-any-return]
+
+    assert run(1, {"all_to_all": 2.0, "two_hop": 1.0}, 4) == ("two_hop", 1)
+    assert run(1, {"all_to_all": 1.0, "two_hop": 2.0}, 4) == ("all_to_all", 1)
+    # Nothing is tried where the criterion says no, where there is one node, or where the size is not known.
+    assert run(1, {"all_to_all": 2.0, "two_hop": 1.0}, 1) == ("all_to_all", 0)
+    assert run(2, {"all_to_all": 2.0, "two_hop": 1.0}, 4) == ("all_to_all", 0)
+    assert run(1, None, 4) == ("two_hop", 0)
+
+
+def tried() -> list[float]:
+    assert dist.group.WORLD is not None
+    topology = build_topology(dist.group.WORLD, 1)
+    candidates = [
+        build_dispatcher(DispatchConfig(mode=mode), num_experts=4, group=dist.group.WORLD, topology=topology)
+        for mode in (DispatchMode.all_to_all, DispatchMode.two_hop)
+    ]
+    size = StepSize(32, 16, torch.bfloat16)
+    return time_dispatchers(candidates, num_experts=4, top_k=2, size=size, device=torch.device("cpu"))
+
+
+def test_a_trial_times_both_modes_alike_on_all_ranks(process_pool: Callable[[int], ProcessPool]) -> None:
+    one, other = process_pool(2).run(tried)
+    assert one == other
+    assert min(one) > 0
 
 
 def measured(ranks_per_node: int) -> tuple[float, float]:
