@@ -13,8 +13,10 @@ def test_language_loss_stands_alone_and_total_apart() -> None:
     """A47: LM loss 2.0, balance loss 1.5, coefficient 0.1: the log says 2.0, 1.5 and 2.15; held-out 2.0."""
     line = step_record(1, lm_loss=2.0, balance_loss=1.5, total_loss=2.0 + 0.1 * 1.5).to_json()
     assert (line["lm_loss"], line["balance_loss"], line["total_loss"]) == (2.0, 1.5, 2.15)
-    held_out = EvalRecord(step=1, domain="code", lm_loss=2.0, num_tokens=7).to_json()
-    assert held_out == {"step": 1, "domain": "code", "lm_loss": 2.0, "num_tokens": 7}
+    held_out = EvalRecord(step=1, domain="code", lm_loss=2.0, num_tokens=7, tokens_per_expert_LE=[[3, 11]]).to_json()
+    assert held_out == {
+        "step": 1, "domain": "code", "lm_loss": 2.0, "num_tokens": 7, "tokens_per_expert_LE": [[3, 11]],
+    }  # fmt: skip
 
 
 def test_the_names_that_documents_rely_on_are_there() -> None:
