@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run", metavar="RUN", type=Path, help="its folder")
     report.add_argument("--json", action="store_true", help="for programs")
     report.set_defaults(verb=_report)
+    ckpt = verbs.add_parser("ckpt", help="list, verify and compare checkpoints", add_help=False)
+    ckpt.add_argument("rest", nargs=argparse.REMAINDER)
+    ckpt.set_defaults(verb=_ckpt)
     return parser
 
 
@@ -84,6 +87,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
     else:
         render(facts, Console())
     return int(ExitCode.done)
+
+
+def _ckpt(arguments: argparse.Namespace) -> int:
+    from moe.ckpt import add_verbs
+
+    parser = argparse.ArgumentParser(prog="switchyard ckpt", description="Looks at checkpoints; loads no model.")
+    add_verbs(parser)
+    chosen = parser.parse_args(arguments.rest)
+    return int(chosen.verb(chosen))
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -108,6 +108,8 @@ _RANGES: dict[str, tuple[Callable, str, str]] = {
     "trainer.accumulation": _POSITIVE,
     "trainer.seed": (lambda value: 0 <= value <= _MAX_SEED, "must lie between 0 and 2^63 - 1", "choose 0, say"),
     "trainer.save_every": _NOT_NEGATIVE,
+    "trainer.keep_last": _NOT_NEGATIVE,
+    "trainer.keep_every": _NOT_NEGATIVE,
     "trainer.eval_every": _NOT_NEGATIVE,
     "trainer.eval_batches": _NOT_NEGATIVE,
     "trainer.resume": (

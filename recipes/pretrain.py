@@ -30,6 +30,9 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
     from moe.diagnostics.progress import Progress
     from moe.model.flops import training_flops_per_token
     from moe.train.build import build_engine
+    from moe.train.checkpoint.load import gather_over
+    from moe.train.checkpoint.lock import hold_run_folder
+    from moe.train.checkpoint.manifest import settings_of
     from moe.train.mesh import build_mesh, process_group
     from moe.train.parallelize import build_model, weight_dtype
     from moe.train.rendezvous import agree_on_text, once_per_machine, require_equal
@@ -53,6 +56,8 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
         if progress is not None:
             stack.callback(progress.close)
             say = progress.message
+        gather = gather_over(mesh.data_group, mesh.world_size)
+        stack.enter_context(hold_run_folder(run_dir, rank=mesh.rank, gather=gather, say=say))
 
         data = once_per_machine(
             job.local_rank,
@@ -94,6 +99,7 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
             backend=backend,
             trainer=config.trainer,
             fingerprints=data.fingerprint,
+            say=say,
         )
         if step:
             say(f"going on after step {step} of {config.trainer.max_steps}")
@@ -118,6 +124,7 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
             store=store,
             progress=progress,
             step=step,
+            settings=settings_of(config),
         )
         trainer.fit()
         if config.trainer.sample_tokens:

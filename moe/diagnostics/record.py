@@ -70,6 +70,8 @@ class StepRecord:
     """Time with such an exchange under way, mean over ranks."""
     dispatch_exposed_seconds: float | None = None
     """The part of it in which the step only waited, mean over ranks: 1 − this / dispatch_seconds was hidden."""
+    save_stall_seconds: float | None = None
+    """Time for which saving kept rank 0 from beginning this step; 0 without a checkpoint before it."""
     router_margin: float | None = None
     """Mean distance of a token's last chosen score from the best one not chosen (in the router's scores), mean over
     layers: near 0, small changes re-route."""

@@ -98,12 +98,18 @@ class TrainerConfig:
     """Seeds initial weights, data order and every generator."""
     save_every: int = 100
     """Steps between checkpoints; the last step is always saved. 0 = only the last."""
+    keep_last: int = 3
+    """The newest checkpoints that stay; an older one goes when a newer one is whole and read back. 0 = all stay."""
+    keep_every: int = 0
+    """Checkpoints whose step is a multiple of this stay for good. 0 = none beyond keep_last."""
     eval_every: int = 0
     """Steps between held-out evaluations; 0 = only at the end."""
     eval_batches: int = 8
     """Batches of batch_size sequences per domain and evaluation (fewer if the held-out text is shorter). 0 = none."""
     resume: str = "auto"
     """auto: go on from the newest checkpoint of run.dir if there is one; never; or the path of a checkpoint folder."""
+    accept_changed_data: bool = False
+    """Go on from a checkpoint although data or tokenizer are not those that it was trained on."""
     sample_tokens: int = 64
     """Length of the text generated after the last step. 0 = none."""
     sample_prompt: str = "def "

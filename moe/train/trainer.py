@@ -20,7 +20,10 @@ from moe.diagnostics.store import MetricsStore
 from moe.errors import NumericError, StopRun, note_step
 from moe.model.batch import TokenBatch
 from moe.model.config import MoEConfig
-from moe.train.checkpoint import CHECKPOINTS, TrainState, checkpoint_path, save_checkpoint
+from moe.train.checkpoint.folder import CHECKPOINTS, checkpoint_path
+from moe.train.checkpoint.keeper import CheckpointKeeper
+from moe.train.checkpoint.manifest import TrainState
+from moe.train.checkpoint.protocol import Keep
 from moe.train.config import OptimConfig, TrainerConfig
 from moe.train.engine import Engine
 from moe.train.mesh import Mesh
@@ -54,20 +57,36 @@ class Trainer:
     progress: Progress | None
     step: int
     """Optimizer steps done: 0, or what `resume_run` returned."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The whole resolved configuration, kept in each checkpoint."""
     heldout_losses: dict[str, float] = field(default_factory=dict)
     """Newest held-out loss per domain, nats per token."""
+    keeper: CheckpointKeeper = field(init=False)
+    """Writes the checkpoints, beside training."""
 
-    @property
-    def checkpoints(self) -> Path:
-        """Where this run keeps its checkpoints."""
-        return self.run_dir / CHECKPOINTS
+    def __post_init__(self) -> None:
+        self.keeper = CheckpointKeeper(
+            self.run_dir / CHECKPOINTS,
+            engine=self.engine,
+            mesh=self.mesh,
+            backend=self.backend,
+            keep=Keep(last=self.trainer.keep_last, every=self.trainer.keep_every),
+            say=self._say,
+        )
 
     def fit(self) -> None:
         """Train to the last step, then evaluate and save.
 
         Raises StopRun after a stop on request (a checkpoint is there), NumericError when loss or gradients are not
-        finite (nothing of that step was applied), CheckpointError when one cannot be written.
+        finite (nothing of that step was applied), CheckpointError when the last checkpoint cannot be written; earlier
+        ones that cannot are an alarm.
         """
+        try:
+            self._fit()
+        finally:
+            self.keeper.close()
+
+    def _fit(self) -> None:
         while self.step < self.trainer.max_steps:
             try:
                 self._train_one_step()
@@ -76,11 +95,15 @@ class Trainer:
                     self.evaluate()
                 if last or (self.trainer.save_every and self.step % self.trainer.save_every == 0):
                     self.save()
+                if last:
+                    self.keeper.finish()
+                    self._say(f"saving took {self.keeper.stall_share:.2%} of the time away from training")
             except Exception as error:
                 note_step(error, self.step)
                 raise
 
     def _train_one_step(self) -> None:
+        self.keeper.poll()
         started = time.perf_counter()
         batches = self._batches(self.step)
         counts, stopping = count_step(batches, mesh=self.mesh, stop_requested=self.stop.requested)
@@ -152,17 +175,25 @@ class Trainer:
         )
 
     def save(self) -> None:
-        """Write a checkpoint of this step (collective)."""
-        state = TrainState(
-            step=self.step, next_sample=self.step * self.trainer.batch_size, fingerprints=self.fingerprints
+        """Begin to write a checkpoint of this step (collective)."""
+        self.keeper.save(
+            TrainState(
+                step=self.step,
+                next_sample=self.step * self.trainer.batch_size,
+                fingerprints=self.fingerprints,
+                settings=self.settings,
+            )
         )
-        path = save_checkpoint(self.checkpoints, state, engine=self.engine, mesh=self.mesh, backend=self.backend)
+
+    def _say(self, text: str) -> None:
         if self.progress is not None:
-            self.progress.message(f"step {self.step}: saved {path}")
+            self.progress.message(f"step {self.step}: {text}")
 
     def _save_and_stop(self) -> None:
-        if self.step and not checkpoint_path(self.checkpoints, self.step).exists():
+        # A save of this very step that failed is tried again.
+        if self.step and not self.keeper.stands(self.step):
             self.save()
+            self.keeper.finish()
         reason = f"{self.stop.signal_name} came" if self.stop.signal_name else "another rank was asked to stop"
         raise StopRun(f"{reason}: stopped after step {self.step} of {self.trainer.max_steps}; start again to go on")
 
@@ -236,6 +267,7 @@ class Trainer:
             router_margin_layers=result.layer_means("margin"),
             max_router_logit_layers=result.sums.max_logit_L.tolist(),
             expert_bias_range_layers=bias_ranges,
+            save_stall_seconds=self.keeper.take_stall(),
             dispatch_bytes_across=traffic.bytes_across if traffic else None,
             dispatch_bytes_node=traffic.bytes_node if traffic else None,
             dispatch_seconds=traffic.seconds if traffic else None,

@@ -36,9 +36,15 @@ def config_of(kind: EngineKind, dtype: DType, zero_stage: int, expert: int, batc
 
 
 def run_on_rank(
-    config: RunConfig, folder: str, data_folder: str, *, stop_after: int | None = None, evaluate_often: bool = True
-) -> dict[str, Any]:
-    """Train with the real trainer in `folder`, from its newest checkpoint; returns losses by step and final state."""
+    config: RunConfig, folder: str, data_folder: str, *, stop_after: int | None = None, evaluate_often: bool = True,
+    fault: Callable[[str], None] | None = None, data: str = "abc", leave_after: int | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Train with the real trainer in `folder`, from its newest checkpoint; returns losses by step and final state.
+
+    fault: of the checkpoints' writer. data: the data's fingerprint. leave_after: step after which to end without a save.
+    on_step: told of each step that has ended.
+    """
     import torch
     import torch.distributed as dist
 
@@ -47,6 +53,7 @@ def run_on_rank(
     from moe.diagnostics.record import StepRecord
     from moe.errors import StopRun
     from moe.train.build import build_engine
+    from moe.train.checkpoint.manifest import settings_of
     from moe.train.mesh import build_mesh
     from moe.train.parallelize import build_model, weight_dtype
     from moe.train.resume import resume_run
@@ -60,15 +67,23 @@ def run_on_rank(
 
         def __init__(self) -> None:
             self.losses: dict[int, tuple[float, float, float]] = {}
+            self.messages: list[str] = []
+            self.stalls: list[float | None] = []
 
         def write_step(self, record: StepRecord) -> None:
             self.losses[record.step] = (record.lm_loss, record.grad_norm, record.lr)
+            self.stalls.append(record.save_stall_seconds)
+            if on_step is not None:
+                on_step(record.step)
+            if record.step == leave_after:
+                raise KeyboardInterrupt
             if record.step == stop_after:
                 flag.request("SIGTERM")
 
         def write_eval(self, record: object) -> None: ...
         def update(self, record: object) -> None: ...
-        def message(self, text: str) -> None: ...
+        def message(self, text: str) -> None:
+            self.messages.append(text)
 
     flag = StopFlag()
     recorder = Recorder()
@@ -78,19 +93,22 @@ def run_on_rank(
     module = build_model(
         config.model, config.moe, mesh=mesh, dispatch=config.dispatch, ops=config.backend.ops,
         seed=config.trainer.seed, dtype=weight_dtype(config.engine.dtype), checkpoint_blocks=False,
+        placement=config.parallel.expert_placement,
     )  # fmt: skip
     engine = build_engine(
         module, mesh=mesh, backend=backend, optim=config.optim, engine=config.engine,
         accumulation=config.trainer.accumulation,
     )  # fmt: skip
-    fingerprints = {"data": "abc"}
+    fingerprints = {"data": data}
     run_dir = Path(folder)
     shards = tiny_shards(Path(data_folder), config.model.vocab_size)
     stopped = False
     try:
         step = resume_run(
-            run_dir, engine=engine, mesh=mesh, backend=backend, trainer=config.trainer, fingerprints=fingerprints
-        )
+            run_dir, engine=engine, mesh=mesh, backend=backend, trainer=config.trainer, fingerprints=fingerprints,
+            say=recorder.message,
+        )  # fmt: skip
+        restored = states_of(engine)
         trainer = Trainer(
             run_dir=run_dir, mesh=mesh, backend=backend, engine=engine,
             training_data=TrainingData([shards], config.data.seq_len, config.trainer.seed, config.model.vocab_size),
@@ -98,16 +116,17 @@ def run_on_rank(
             trainer=config.trainer if evaluate_often else replace(config.trainer, eval_every=0),
             optim=config.optim, moe=config.moe, training_flops_per_token=1.0,
             fingerprints=fingerprints, stop=flag, store=recorder, progress=recorder, step=step,  # type: ignore[arg-type]
+            settings=settings_of(config),
         )  # fmt: skip
+        if fault is not None:
+            trainer.keeper.fault = fault
         try:
             trainer.fit()
         except StopRun:
             stopped = True
-        state = {
-            f"{field}/{name}": getattr(parameter, field).clone().numpy()
-            for name, parameter in engine.parameter_states()
-            for field in ("weight", "exp_avg", "exp_avg_sq")
-        }
+        except KeyboardInterrupt:
+            pass
+        state = states_of(engine)
         biases = [bias.clone().numpy() for bias in expert_biases(module)]
         random = torch.get_rng_state().numpy()
     finally:
@@ -116,7 +135,17 @@ def run_on_rank(
         dist.barrier()
     return {
         "losses": recorder.losses, "state": state, "biases": biases, "start": step, "stopped": stopped, "random": random,
+        "restored": restored, "messages": recorder.messages, "stalls": recorder.stalls,
     }  # fmt: skip
+
+
+def states_of(engine: Any) -> dict[str, Any]:
+    """Masters and moments of this rank by `field/name`, as copies."""
+    return {
+        f"{field}/{name}": getattr(parameter, field).clone().numpy()
+        for name, parameter in engine.parameter_states()
+        for field in ("weight", "exp_avg", "exp_avg_sq")
+    }
 
 
 CASES = [
@@ -169,14 +198,6 @@ def test_evaluation_leaves_no_trace(process_pool: Pools, tmp_path: Path) -> None
         assert (left["random"] == right["random"]).all()
 
 
-@pytest.fixture
-def saved(process_pool: Pools, tmp_path: Path) -> tuple[RunConfig, Path, str]:
-    """A run on one process with checkpoints of steps 5 and 10."""
-    config = config_of(EngineKind.torch, DType.fp32, 0, 1)
-    process_pool(1).run(run_on_rank, config, str(tmp_path / "run"), str(tmp_path / "data"))
-    return config, tmp_path / "run", str(tmp_path / "data")
-
-
 def test_checkpoints_hold_every_expert_by_its_global_id(process_pool: Pools, tmp_path: Path) -> None:
     """A30: with EP 2 the files hold experts 0 to 3 once, and a run on one process takes them up, moments included."""
     from safetensors import safe_open
@@ -202,82 +223,3 @@ def test_checkpoints_hold_every_expert_by_its_global_id(process_pool: Pools, tmp
         size = len(parts[0])
         for index, part in enumerate(parts):
             assert (value[index * size : (index + 1) * size] == part).all(), name
-
-
-def test_latest_names_the_newest_and_a_torn_one_is_passed_over(saved: tuple[RunConfig, Path, str]) -> None:
-    from moe.train.checkpoint import find_checkpoints, latest_checkpoint
-
-    _, run_dir, _ = saved
-    root = run_dir / "checkpoints"
-    assert [path.name for path in find_checkpoints(root)] == ["step-000005", "step-000010"]
-    assert (root / "latest").read_text() == "step-000010\n"
-    (root / "step-000015.tmp").mkdir()
-    (root / "step-000020").mkdir()
-    newest = latest_checkpoint(root)
-    assert newest is not None
-    assert newest.name == "step-000010"
-    # Killed between the two renames: the folder is whole, the pointer old.
-    (root / "latest").write_text("step-000005\n")
-    assert latest_checkpoint(root) == newest
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ("truncate", r"dense\.safetensors cannot be read"),
-        ("missing", r"dense\.safetensors cannot be read"),
-        ("state", r"state\.json cannot be read"),
-        ("format", r"format 'other', this version reads"),
-        ("fingerprint", r"the data fingerprint is 'xyz', this run has 'abc'"),
-        ("batch", r"was written with trainer\.batch_size=8, this run has 4"),
-        ("model", r"has shape .* the model wants"),
-        ("never", r"would have to write over; choose trainer\.resume=auto, or another run\.dir"),
-        ("nowhere", r"is not a checkpoint folder"),
-    ],
-)
-def test_a_bad_checkpoint_is_refused_with_its_name(
-    damage: str, message: str, saved: tuple[RunConfig, Path, str], process_pool: Pools
-) -> None:
-    config, run_dir, data = saved
-    folder = run_dir / "checkpoints" / "step-000010"
-    match damage:
-        case "truncate":
-            content = (folder / "dense.safetensors").read_bytes()
-            (folder / "dense.safetensors").write_bytes(content[: len(content) // 2])
-        case "missing":
-            (folder / "dense.safetensors").unlink()
-        case "state":
-            (folder / "state.json").write_text("{")
-        case "format" | "fingerprint":
-            record = json.loads((folder / "state.json").read_text())
-            record |= {"format": "other"} if damage == "format" else {"fingerprints": {"data": "xyz"}}
-            (folder / "state.json").write_text(json.dumps(record))
-        case "batch":
-            config = replace(config, trainer=replace(config.trainer, batch_size=4, accumulation=1))
-        case "model":
-            config = replace(config, model=replace(config.model, intermediate_size=64))
-        case "never" | "nowhere":
-            config = replace(config, trainer=replace(config.trainer, resume=damage))
-    with pytest.raises(RuntimeError, match=message):
-        process_pool(1).run(run_on_rank, config, str(run_dir), data)
-
-
-def test_a_checkpoint_is_never_written_over(saved: tuple[RunConfig, Path, str], process_pool: Pools) -> None:
-    """A run that goes on from step 5 beside a step 10 is refused before it has trained, and changes nothing."""
-    config, run_dir, data = saved
-    folder = run_dir / "checkpoints"
-    before = {path: path.read_bytes() for path in (folder / "step-000010").iterdir()}
-    config = replace(config, trainer=replace(config.trainer, resume=str(folder / "step-000005")))
-    with pytest.raises(RuntimeError, match="which a run from step 5 would have to write over"):
-        process_pool(1).run(run_on_rank, config, str(run_dir), data)
-    assert {path: path.read_bytes() for path in (folder / "step-000010").iterdir()} == before
-
-
-def test_a_rank_that_cannot_write_stops_all_and_leaves_no_rubble(process_pool: Pools, tmp_path: Path) -> None:
-    """A file where the folder should be: every rank raises with rank and cause, nobody waits."""
-    config = config_of(EngineKind.torch, DType.fp32, 0, 2)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "checkpoints").write_text("in the way")
-    with pytest.raises(RuntimeError, match=r"saving .*step-000005: rank 0: (NotADirectory|FileExists)Error"):
-        process_pool(2).run(run_on_rank, config, str(run_dir), str(tmp_path / "data"))
