@@ -20,7 +20,7 @@ from moe.diagnostics.store import MetricsStore
 from moe.errors import NumericError, StopRun, note_step
 from moe.model.batch import TokenBatch
 from moe.model.config import MoEConfig
-from moe.train.checkpoint.folder import CHECKPOINTS, checkpoint_path
+from moe.train.checkpoint.folder import CHECKPOINTS
 from moe.train.checkpoint.keeper import CheckpointKeeper
 from moe.train.checkpoint.manifest import TrainState
 from moe.train.checkpoint.protocol import Keep
@@ -126,7 +126,8 @@ class Trainer:
         if not result.outcome.applied:
             raise NumericError(
                 f"step {self.step}: the gradient norm is {result.outcome.grad_norm} (language loss {result.lm_loss}); "
-                "no weight was changed. Go on from the newest checkpoint with a lower optim.lr, or with engine.dtype=fp32"
+                "no weight was changed. Start again (from the newest checkpoint, if there is one) with a lower optim.lr, "
+                "a longer optim.warmup_steps, or engine.dtype=fp32"
             )
 
     def evaluate(self) -> dict[str, float]:
