@@ -80,7 +80,10 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
             dtype=weight_dtype(config.engine.dtype),
             checkpoint_blocks=config.engine.activation_checkpointing is Checkpointing.full,
             placement=config.parallel.expert_placement,
-            tokens_per_rank=config.trainer.batch_size // config.trainer.accumulation // mesh.data_size * config.data.seq_len,
+            tokens_per_rank=config.trainer.batch_size
+            // config.trainer.accumulation
+            // mesh.data_size
+            * config.data.seq_len,
         )
         say(describe_run(config, job, backend.name))
         engine = build_engine(
@@ -99,6 +102,7 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
             backend=backend,
             trainer=config.trainer,
             fingerprints=data.fingerprint,
+            settings=settings_of(config),
             say=say,
         )
         if step:
@@ -127,6 +131,8 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
             settings=settings_of(config),
         )
         trainer.fit()
+        if progress is not None:
+            progress.close()  # what follows stands below the last step's line
         if config.trainer.sample_tokens:
             say(sample(config, model, data.tokenizer))
         say(f"run folder: {run_dir}\nnext: switchyard report {run_dir}")
@@ -147,7 +153,7 @@ def describe_run(config: RunConfig, job: JobEnvironment, backend_name: str) -> s
     return (
         f"model: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token; "
         f"{config.moe.num_experts} experts, top {config.moe.top_k}, {config.moe.router.value} router\n"
-        f"layout: {job.world_size} ranks on {backend_name}, expert parallel {config.parallel.expert}, "
+        f"layout: {job.world_size} rank{'s' if job.world_size > 1 else ''} on {backend_name}, expert parallel {config.parallel.expert}, "
         f"{engine.kind.value}{stage} {engine.dtype.value}; {config.trainer.batch_size} × {config.data.seq_len} tokens a step"
     )
 
@@ -187,7 +193,8 @@ def open_store(
         resume_step=step or None,
         max_steps=config.trainer.max_steps,
         load_layout=layout,
-        resume_command=f"switchyard run {config.recipe} run.dir={run_dir}",
+        # The saved configuration holds every override, and run.dir.
+        resume_command=f"switchyard run {run_dir / 'config.yaml'}",
         say=say,
     )
 

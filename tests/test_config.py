@@ -403,7 +403,7 @@ def test_group_that_the_recipe_overrules_is_refused(tmp_path: Path) -> None:
 
 def test_values_of_an_option_not_chosen_leave_no_trace(tmp_path: Path) -> None:
     recipe = write(tmp_path / "mine.yaml", "defaults:\n  - override /moe: bias_balanced\n")
-    assert load_config(["moe=softmax"], recipe).moe.balance_scope is BalanceScope.batch
+    assert load_config(["moe=softmax"], recipe).moe.balance_scope is BalanceScope.global_batch
 
 
 @pytest.mark.parametrize(

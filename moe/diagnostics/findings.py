@@ -239,7 +239,7 @@ def _check_unfinished(facts: RunFacts) -> list[Finding]:
             level="act" if crashed or facts.state == "killed" else "watch",
             kind="unfinished",
             text=f"the run {how} after step {facts.last_step} of {facts.status['max_steps']}{why}",
-            change=f"go on from its newest checkpoint: {resume_command(facts)}",
+            change=f"go on from its newest checkpoint, or anew without one: {resume_command(facts)}",
             value=float(facts.status["max_steps"] - facts.last_step),
             steps=(facts.last_step, facts.last_step),
         )

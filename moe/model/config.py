@@ -161,7 +161,7 @@ class MoEConfig:
     """router=skewed only: expert i is as popular as 1 / (i + 1)^skew."""
     load_balancing_coef: float = 0.01
     """Coefficient of the load-balancing loss (1.0 at perfect balance, mean over MoE layers). 0 = none."""
-    balance_scope: BalanceScope = BalanceScope.batch
+    balance_scope: BalanceScope = BalanceScope.global_batch
     """Tokens that load_balancing_coef's fractions are taken over: see `balance`."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     """Several load-balancing losses at once, in place of load_balancing_coef (which must be 0 then)."""

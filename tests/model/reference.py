@@ -164,7 +164,8 @@ def transformer(
 
 def balance_sum(counts: list[list[int]], probs_sums: list[Tensor], moe: MoEConfig) -> Tensor:
     """Of one layer, over rows: mean loss times tokens, by the formula with fractions f and mean probabilities P."""
-    if moe.balance_scope is BalanceScope.batch:
+    # One micro-step is the whole step here, so global_batch is batch.
+    if moe.balance_scope is not BalanceScope.sequence:
         counts = [[sum(row[i] for row in counts) for i in range(moe.num_experts)]]
         probs_sums = [torch.stack(probs_sums).sum(0)]
     total = torch.zeros((), dtype=torch.float64)
