@@ -150,6 +150,7 @@ def describe_run(config: RunConfig, job: JobEnvironment, backend_name: str) -> s
     total, active = total_parameters(config.model, config.moe), active_parameters(config.model, config.moe)
     engine = config.engine
     stage = f" ZeRO-{engine.zero_stage}" if engine.kind is EngineKind.deepspeed else ""
+    ranks = "1 rank" if job.world_size == 1 else f"{job.world_size} ranks"
     return (
         f"model: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token; "
         f"{config.moe.num_experts} experts, top {config.moe.top_k}, {config.moe.router.value} router\n"
