@@ -154,7 +154,7 @@ def describe_run(config: RunConfig, job: JobEnvironment, backend_name: str) -> s
     return (
         f"model: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token; "
         f"{config.moe.num_experts} experts, top {config.moe.top_k}, {config.moe.router.value} router\n"
-        f"layout: {job.world_size} rank{'s' if job.world_size > 1 else ''} on {backend_name}, expert parallel {config.parallel.expert}, "
+        f"layout: {ranks} on {backend_name}, expert parallel {config.parallel.expert}, "
         f"{engine.kind.value}{stage} {engine.dtype.value}; {config.trainer.batch_size} × {config.data.seq_len} tokens a step"
     )
 
