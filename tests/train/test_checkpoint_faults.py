@@ -272,3 +272,17 @@ def test_a_lost_identity_is_found_again(tmp_path: Path) -> None:
         write(tmp_path, 2 + len(find_checkpoints(tmp_path)))
         assert run_identity(tmp_path) == identity
     assert {read_manifest(path).run for path in find_checkpoints(tmp_path)} == {identity}
+
+
+def test_a_second_job_under_a_launcher_is_refused(tmp_path: Path) -> None:
+    """Fault 55: no supervisor holds the run folder for torchrun's ranks; they ask for the lock before anything else."""
+    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with lock_folder(tmp_path / "run" / "checkpoints"):
+        done = subprocess.run(
+            [sys.executable, "-m", "recipes.pretrain", "tiny", "parallel.expert=1", f"run.dir={tmp_path / 'run'}"],
+            cwd=ROOT, env=os.environ | launcher, capture_output=True, text=True, timeout=100,
+        )  # fmt: skip
+    assert done.returncode == 6, done.stderr
+    assert 'is in use by another job ({"host": ' in done.stderr
+    assert f'"pid": {os.getpid()}' in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -197,8 +197,8 @@ def test_another_layout_goes_on_where_one_process_stopped(
     for run in runs:
         assert run["start"] == 5
         assert sorted(run["losses"]) == [6, 7]
-        # Hundredths: bf16 has 8 bits.
-        equal_to(run, expected, 1e-5 if layout[2] is DType.fp32 else 4e-2)
+        # bf16 rounds by up to 2^-8 of a value; a norm sums many of them.
+        equal_to(run, expected, 1e-5 if layout[2] is DType.fp32 else 2**-7)
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[4]], ids=str)
