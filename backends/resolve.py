@@ -4,6 +4,7 @@ import logging
 
 from backends import cpu, cuda, npu
 from backends.device import Backend
+from moe.errors import EnvironmentProblem
 
 BACKENDS = {"cuda": cuda, "npu": npu, "cpu": cpu}
 """Every device kind, in the order in which `auto` tries them."""
@@ -15,7 +16,7 @@ def resolve_backend(kind: str, local_rank: int) -> Backend:
     kind: auto, cpu, cuda or npu. local_rank: this process's number on its machine, from 0. `auto` takes the first that
     can run and says which, on this module's logger.
 
-    Raises ValueError when the named kind is unknown or cannot run here.
+    Raises ValueError when the named kind is unknown, EnvironmentProblem when it cannot run here.
     """
     if kind == "auto":
         reasons = {name: module.why_not() for name, module in BACKENDS.items()}
@@ -27,5 +28,5 @@ def resolve_backend(kind: str, local_rank: int) -> Backend:
         raise ValueError(f"backend ({kind}) is not a device kind; choose auto, {', '.join(sorted(BACKENDS))}")
     reason = BACKENDS[kind].why_not()
     if reason is not None:
-        raise ValueError(f"backend ({kind}) cannot run here: {reason}; choose backend=auto or backend=cpu")
+        raise EnvironmentProblem(f"backend ({kind}) cannot run here: {reason}; choose backend=auto or backend=cpu")
     return BACKENDS[kind].make(local_rank)

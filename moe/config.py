@@ -130,6 +130,7 @@ class _Reader:
         self._references: dict[str, tuple[str, str]] = {}
         self._failed: set[str] = set()
         self._complete = True
+        self._saved_name: str | None = None
         self._contents: dict[Path, dict[str, Any]] = {}
         self._origins: dict[str, str] = {}
         # Every folder of configs/ but recipe/ is a group; its files are the options.
@@ -242,11 +243,12 @@ class _Reader:
             self.refuse("recipe", recipe, f"cannot be composed ({_first_line(error)})", "check its defaults list")
             self._complete = False
             return name
+        settings.pop("recipe", None)
         self._report_hidden_choices(choices, settings)
         self._config = OmegaConf.structured(RunConfig)
         self._references.clear()
         self._apply_file(settings, origin=None)
-        return name
+        return self._saved_name or name
 
     def read_saved(self, path: Path) -> str | None:
         """Apply a saved configuration; the name of its recipe, or None and problems."""
@@ -315,6 +317,8 @@ class _Reader:
         if problems:
             return
         content = self._content_of(text, shown)
+        if not group and not _is_ours(file):
+            self._take_name(content, shown)
         if not group and _is_ours(file) and not text.startswith(_GLOBAL_PACKAGE):
             self.refuse(shown, None, f"must begin with {_GLOBAL_PACKAGE}", "make it the first line of the recipe")
         defaults = content.pop("defaults", None) or []
@@ -327,6 +331,16 @@ class _Reader:
         del self._contents[file]
         self._contents[file] = {group: content} if group else content
         self._origins.update((path, shown) for path, _ in leaves(self._contents[file]))
+
+    def _take_name(self, content: dict[str, Any], shown: str) -> None:
+        """A saved configuration, or the output of --cfg job, run as a recipe: it says which recipe it came from."""
+        if "recipe" not in content:
+            return
+        name = content.pop("recipe")
+        if isinstance(name, str) and _RECIPE_NAME.fullmatch(name):
+            self._saved_name = name
+        else:
+            self.refuse("recipe", name, "must be the name of a recipe", "write recipe: NAME, or leave it out", shown)
 
     def _scan_default(self, entry: object, shown: str) -> None:
         """One line of a recipe's defaults list: _self_, a base recipe, or `override /group: option`."""

@@ -37,6 +37,9 @@ STOP_GRACE_SECONDS = 60.0
 _SLURM_STEP_IDS_END = 0xFFFFFFF0
 """Slurm's numbers from here on name batch scripts and interactive shells: no step that srun has started."""
 _PR_SET_PDEATHSIG = 1
+STOPPED_OUTSIDE_OF_TRAINING = 79
+"""What a rank of ours tells its supervisor, and nobody else: asked to stop, with nothing to save. Its peers, which may wait
+for it in a collective, have nothing to save either."""
 _ENDED_WELL = (int(ExitCode.done), int(ExitCode.restart))
 
 
@@ -359,6 +362,13 @@ class _Supervisor:
                 self._say("stopping: the ranks finish their step and save; once more to kill them")
                 for worker in running:
                     worker.signal(signal.SIGTERM)
+            if any(
+                worker.ending and worker.ending.returncode == STOPPED_OUTSIDE_OF_TRAINING for worker in self._workers
+            ):
+                self.kill_all()
+                name = signal.Signals(self._signals[0][0]).name if self._signals else "a rank was asked to stop"
+                self._say(f"{name}: stopped outside of the training loop, with nothing to save")
+                return int(ExitCode.restart)
             if any(self._failed(worker, asked) for worker in self._workers):
                 return self._failure(asked)
             if not running:

@@ -26,7 +26,14 @@ from rich.table import Table
 from moe.config import ConfigError, Problem, RunConfig, expand_sweep, from_resolved, load_config, to_yaml
 from moe.crash import exit_code_of, record_crash
 from moe.errors import EnvironmentProblem, ExitCode, StopRun, SwitchyardError
-from moe.launch import JobEnvironment, die_with_parent, export, job_environment, run_local
+from moe.launch import (
+    STOPPED_OUTSIDE_OF_TRAINING,
+    JobEnvironment,
+    die_with_parent,
+    export,
+    job_environment,
+    run_local,
+)
 
 Worker = Callable[[RunConfig, JobEnvironment, Path | None], int]
 """worker(config, job, run_dir) -> exit code. run_dir is None on ranks that cannot know it: those other than 0 under
@@ -85,6 +92,10 @@ def launch_or_join(args: Sequence[str], worker: Worker, module: str = "recipes.p
             if job is None:
                 raise EnvironmentProblem("--resolved is for ranks started by switchyard run; give a recipe instead")
             return _be_rank(worker, from_resolved(arguments.resolved), job, arguments.resolved.parent)
+        if arguments.multirun and arguments.cfg:
+            for point in expand_sweep(overrides):
+                print(f"--- # {' '.join(point)}\n{to_yaml(load_config(point, recipe))}", end="")
+            return int(ExitCode.done)
         if arguments.multirun:
             return _sweep(recipe, overrides, job, module)
         if job is not None and not arguments.cfg:
@@ -152,6 +163,11 @@ def run_rank(worker: Worker, config: RunConfig, job: JobEnvironment, run_dir: Pa
     try:
         with _stop_before_training():
             return worker(config, job, run_dir)
+    except _StoppedOutsideOfTraining as stop:
+        if job.launcher == "switchyard":
+            return STOPPED_OUTSIDE_OF_TRAINING
+        print(f"switchyard: {stop}", file=sys.stderr, flush=True)
+        return int(stop.exit_code)
     except StopRun as stop:
         if job.rank == 0:
             print(f"switchyard: {stop}", file=sys.stderr, flush=True)
@@ -189,10 +205,16 @@ def _leave_record(error: BaseException, config: RunConfig, job: JobEnvironment, 
         traceback.print_exception(error)
 
 
+class _StoppedOutsideOfTraining(StopRun):
+    """Nothing was under way that a checkpoint could keep."""
+
+
 @contextlib.contextmanager
 def _stop_before_training() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
-        raise StopRun(f"{signal.Signals(number).name}: stopped outside of the training loop; start again to go on")
+        raise _StoppedOutsideOfTraining(
+            f"{signal.Signals(number).name}: stopped outside of the training loop; start again to go on"
+        )
 
     former = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable, Iterator
 
+from backends.config import OP_IMPLEMENTATIONS
 from dispatch.config import DispatchMode
 from moe.data.sources import source_problem
 from moe.model.config import ROUTER_TRAITS, BalanceScope, BiasRule, RouterKind
 from moe.schema import Problem, RunConfig
+from moe.values import nearest
 
 _MAX_SEED = 2**63 - 1
 
@@ -414,6 +416,19 @@ def _sources(config: RunConfig) -> Iterator[Problem]:
             yield Problem(path="data.sources", value=source, rule=rule, way_out=way_out)
 
 
+def _ops(config: RunConfig) -> Iterator[Problem]:
+    for op, names in OP_IMPLEMENTATIONS.items():
+        name = getattr(config.backend.ops, op)
+        if name not in ("auto", *names):
+            near = nearest(name, ["auto", *names])
+            yield Problem(
+                path=f"backend.ops.{op}",
+                value=name,
+                rule=f"must be auto or one of {', '.join(names)}",
+                way_out=f"did you mean {near}?" if near else "see switchyard ls ops",
+            )
+
+
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _model_shape,
     _routing,
@@ -422,6 +437,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _layout,
     _evaluation,
     _sources,
+    _ops,
 )
 
 

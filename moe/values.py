@@ -96,7 +96,8 @@ def coerce(annotation: Any, value: Any) -> Any:
         if optional:
             return None
         raise Refused("must not be null", f"give {_described(inner)}, or leave the setting out")
-    if value == "None":
+    # A plain text setting may well say None; anywhere else it is Python's word for null.
+    if value == "None" and (optional or inner is not str):
         hint = "write null for no value" if optional else f"give {_described(inner)}, or leave the setting out"
         raise Refused('is the text "None", which YAML does not read as "no value"', hint)
     if typing.get_origin(inner) is list:

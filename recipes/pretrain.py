@@ -37,11 +37,10 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
     from moe.train.parallelize import build_model, weight_dtype
     from moe.train.rendezvous import agree_on_text, once_per_machine, require_equal
     from moe.train.resume import resume_run
-    from moe.train.stop import stop_on_signals
+    from moe.train.stop import StopFlag, stop_on_signals
     from moe.train.trainer import Trainer
 
     with ExitStack() as stack:
-        stop = stack.enter_context(stop_on_signals())
         backend = resolve_backend(config.backend.device.value, job.local_rank)
         stack.enter_context(process_group(collective=backend.collective, rank=job.rank, world_size=job.world_size))
         mesh = build_mesh(
@@ -112,6 +111,7 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
         if first:
             store = stack.enter_context(open_store(config, run_dir, step, layout, backend.name, say))
 
+        stop = StopFlag()
         trainer = Trainer(
             run_dir=run_dir,
             mesh=mesh,
@@ -130,7 +130,8 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
             step=step,
             settings=settings_of(config),
         )
-        trainer.fit()
+        with stop_on_signals(stop):
+            trainer.fit()
         if progress is not None:
             progress.close()  # what follows stands below the last step's line
         if config.trainer.sample_tokens:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from moe.crash import exit_code_of, record_crash
 from moe.errors import DataError, StopRun, note_step
-from moe.launch import JobEnvironment, die_with_parent
+from moe.launch import STOPPED_OUTSIDE_OF_TRAINING, JobEnvironment, die_with_parent
 from moe.schema import RunConfig
 from moe.start import launch_or_join
 
-HOW = ("environment", "stop", "fail", "echo-first", "exit-3", "killed", "segfault", "hang")
+HOW = ("environment", "stop", "early", "fail", "echo-first", "exit-3", "killed", "segfault", "hang")
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -84,6 +84,10 @@ def act(how: str, run_dir: Path) -> None:
         return
     if how == "stop":
         return stop_on_sigterm(run_dir)
+    if how == "early":
+        # Rank 0 waits in a collective, deaf to the signal; rank 1 has not come so far.
+        leave = signal.SIG_IGN if RANK == 0 else lambda number, frame: os._exit(STOPPED_OUTSIDE_OF_TRAINING)
+        signal.signal(signal.SIGTERM, leave)
     write_pid(run_dir)
     wait_for_pids(run_dir)
     if how == "echo-first" and RANK == 0:

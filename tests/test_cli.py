@@ -380,3 +380,15 @@ def test_saved_configuration_is_the_one_that_was_printed(tmp_path: Path, capsys:
     config = load_config(["run.dir=here"], "quickstart")
     make_run_dir(config)
     assert (tmp_path / "here" / "config.yaml").read_text("utf-8") == to_yaml(config)
+
+
+def test_cfg_job_of_a_sweep_prints_every_configuration_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "tiny", "-m", "--cfg", "job", "optim.lr=1e-3,3e-3"]) == 0
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if line.startswith("---")] == [
+        "--- # optim.lr=0.001",
+        "--- # optim.lr=0.003",
+    ]
+    assert list(tmp_path.iterdir()) == []

@@ -436,7 +436,7 @@ def test_values_of_an_option_not_chosen_leave_no_trace(tmp_path: Path) -> None:
         ("moe.top_k: 2\n", r"moe\.top_k \(2\) must not be written with dots inside a file"),
         ("moe:\n  _target_: os.system\n", r"moe\._target_ \(os\.system\) is not a setting: YAML here never names code"),
         ("hydra: {run: {dir: x}}\n", r"hydra .*is not a setting"),
-        ("recipe: other\n", r"recipe \(other\) is given by the first argument"),
+        ("recipe: ../other\n", r"recipe \(\.\./other\) must be the name of a recipe"),
         ("moe: 3\n", r"moe \(3\) is a section, not a value"),
         ("1: 2\n", r"1 \(2\) is not a setting"),
         ("data: {cache_dir: '${oc.env:HOME}'}\n", r"must not use \$\{\.\.\.\}"),
@@ -544,3 +544,29 @@ def test_loading_takes_under_a_second_of_cpu_and_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert float(done.stdout) < 1
+
+
+def test_unknown_implementation_of_an_op_is_refused_with_the_nearest_name() -> None:
+    assert re.search(
+        r"backend\.ops\.grouped_gemm \(torch_nativ\) must be auto or one of reference, torch_native; did you mean torch_native",
+        refusal(["backend.ops.grouped_gemm=torch_nativ"]),
+    )
+
+
+def test_the_listed_implementations_are_those_of_the_ops_tables() -> None:
+    import importlib
+
+    from backends.config import OP_IMPLEMENTATIONS, OpsConfig
+
+    assert set(OP_IMPLEMENTATIONS) == set(OpsConfig.__dataclass_fields__)
+    for op, names in OP_IMPLEMENTATIONS.items():
+        assert set(names) == set(importlib.import_module(f"backends.ops.{op}").IMPLEMENTATIONS)
+
+
+def test_a_saved_configuration_is_a_recipe(tmp_path: Path) -> None:
+    """config.yaml of a run, or what --cfg job printed, names its recipe; run again, it is the same configuration."""
+    config = load_config(["optim.lr=2e-3", "moe.top_k=1", "moe.normalize_topk=false"], "tiny")
+    saved = write(tmp_path / "config.yaml", to_yaml(config))
+    assert load_config([], saved) == config
+    assert load_config(["optim.lr=1e-3"], saved).optim.lr == 1e-3
+    assert "recipe (../x) must be the name of a recipe" in refusal([], write(tmp_path / "bad.yaml", "recipe: ../x\n"))

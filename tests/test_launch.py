@@ -441,3 +441,16 @@ def test_command_that_cannot_start_raises(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     assert "FileNotFoundError" in done.stderr
+
+
+def test_stop_during_start_up_does_not_wait_for_a_rank_that_waits(tmp_path: Path, environ: dict[str, str]) -> None:
+    """One rank is still importing and leaves at once, with nothing to save; the other already waits for it in a collective,
+    where a signal is only noted. The job ends within seconds, with 75."""
+    process = supervisor("early", tmp_path, environ)
+    wait_until(lambda: len(pids(tmp_path)) == 2)
+    started = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process, tmp_path)
+    assert code == 75
+    assert "SIGTERM: stopped outside of the training loop, with nothing to save" in err
+    assert time.monotonic() - started < 30

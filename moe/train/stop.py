@@ -20,20 +20,21 @@ class StopFlag:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopFlag]:
-    """Turn SIGINT and SIGTERM into a flag while the block runs; the former handlers come back after it.
+def stop_on_signals(flag: StopFlag) -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into the flag while the block runs; the former handlers come back after it.
+
+    For the training loop alone: only between its steps is the flag read.
 
     Repeated signals change nothing (a terminal's Ctrl-C reaches a worker twice: from the terminal and from its
     launcher); whoever cannot wait sends SIGKILL, as the supervisor does at the second Ctrl-C.
     """
-    flag = StopFlag()
 
     def handle(number: int, frame: FrameType | None) -> None:
         flag.request(signal.Signals(number).name)
 
     former = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield flag
+        yield
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

@@ -10,6 +10,7 @@ import torch
 
 from backends import cpu, cuda, npu
 from backends.resolve import resolve_backend
+from moe.errors import EnvironmentProblem
 
 
 def test_cpu_is_always_there() -> None:
@@ -56,7 +57,7 @@ def test_an_unknown_kind_is_refused() -> None:
 @pytest.mark.skipif(cuda.why_not() is None, reason="this machine has a CUDA device")
 def test_a_missing_gpu_is_named_with_a_way_out() -> None:
     with pytest.raises(
-        ValueError, match=r"backend \(cuda\) cannot run here: torch .*; choose backend=auto or backend=cpu"
+        EnvironmentProblem, match=r"backend \(cuda\) cannot run here: torch .*; choose backend=auto or backend=cpu"
     ):
         resolve_backend("cuda", 0)
 
@@ -64,7 +65,7 @@ def test_a_missing_gpu_is_named_with_a_way_out() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed")
 def test_a_missing_torch_npu_is_named_with_a_way_out() -> None:
     with pytest.raises(
-        ValueError, match=r"backend \(npu\) cannot run here: the package torch_npu is not installed; choose"
+        EnvironmentProblem, match=r"backend \(npu\) cannot run here: the package torch_npu is not installed; choose"
     ):
         resolve_backend("npu", 0)
 
