@@ -136,17 +136,28 @@ def _make_folder(config: RunConfig) -> Path:
     return run_dir
 
 
-def _save_settings(run_dir: Path, config: RunConfig, overrides: Sequence[str]) -> None:
+def _save_settings(run_dir: Path, config: RunConfig, overrides: Sequence[str]) -> Callable[[], None]:
+    """Write config.yaml and overrides.txt; what is returned brings back those that they replaced, if any."""
     text = to_yaml(dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(run_dir))))
-    saved = run_dir / "config.yaml"
+    saved, told = run_dir / "config.yaml", run_dir / "overrides.txt"
+    earlier: Path | None = None
     try:
+        earlier_told = told.read_text("utf-8", "replace") if told.exists() else ""
         if saved.exists() and saved.read_text("utf-8", "replace") != text:
             stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(saved.stat().st_mtime))
-            saved.replace(run_dir / f"config.until-{stamp}.yaml")
+            earlier = saved.replace(run_dir / f"config.until-{stamp}.yaml")
         _write(saved, text)
-        _write(run_dir / "overrides.txt", "".join(f"{override}\n" for override in overrides))
+        _write(told, "".join(f"{override}\n" for override in overrides))
     except OSError as error:
         raise _cannot_write(error) from error
+
+    def put_back() -> None:
+        if earlier is not None:
+            with contextlib.suppress(OSError):
+                earlier.replace(saved)
+                _write(told, earlier_told)
+
+    return put_back
 
 
 def _cannot_write(error: OSError) -> EnvironmentProblem:
@@ -228,9 +239,12 @@ def _supervise(config: RunConfig, recipe: str, overrides: Sequence[str], module:
     """Run a configuration in processes of our own: exit code and run folder."""
     run_dir = _make_folder(config)
     with _locked(run_dir):
-        _save_settings(run_dir, config, overrides)
+        put_back = _save_settings(run_dir, config, overrides)
         command = [sys.executable, "-m", module, "--resolved", str(run_dir / "config.yaml")]
         code = run_local(command, config.parallel.nproc, run_dir, os.environ)
+        if code in (ExitCode.bad_checkpoint, ExitCode.bad_data):
+            # Refused before it trained: the folder still is what the settings of before made of it.
+            put_back()
     if code == ExitCode.restart:
         kept = [override for override in overrides if not override.startswith("run.dir=")]
         again = shlex.join(["switchyard", "run", recipe, *kept, f"run.dir={run_dir}"])

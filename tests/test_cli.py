@@ -392,3 +392,13 @@ def test_cfg_job_of_a_sweep_prints_every_configuration_and_starts_nothing(
         "--- # optim.lr=0.003",
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_refused_start_leaves_the_settings_of_the_run_as_they_were(tmp_path: Path) -> None:
+    """A start that ends with bad data or a bad checkpoint has changed nothing, so config.yaml must not say it has."""
+    make_run_dir(load_config(["run.dir=here", "optim.lr=0.5"], "tiny"), ["optim.lr=0.5"])
+    before = {path.name: path.read_text("utf-8") for path in (tmp_path / "here").glob("*.*")}
+    assert recipe("tiny", "trainer.sample_prompt=data", "run.dir=here").returncode == 3
+    after = {path.name: path.read_text("utf-8") for path in (tmp_path / "here").glob("*.*") if path.name in before}
+    assert after == before
+    assert not list(tmp_path.glob("here/config.until-*.yaml"))
