@@ -201,7 +201,9 @@ def test_padding_changes_no_sum_and_no_gradient(router: RouterKind) -> None:
         objective(output, moe).backward()
         if not expected_sums:
             expected_sums, expected_gradients = sums(output, moe), gradients(model)
-            assert int(expected_sums["counts"].sum()) == 2 * 10 * moe.top_k  # 5 tokens: 2 for each expert by choice, too
+            assert (
+                int(expected_sums["counts"].sum()) == 2 * 10 * moe.top_k
+            )  # 5 tokens: 2 for each expert by choice, too
         for name, value in sums(output, moe).items():
             if value.dtype == torch.int64:
                 assert torch.equal(value, expected_sums[name]), name
