@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dispatch.agreement import HEADER_LENGTH
 from dispatch.all_to_all import AllToAllDispatcher
 from dispatch.overlap import Overlap
 from dispatch.placement import place_experts
@@ -56,10 +57,10 @@ def test_rows_and_bytes_of_a_layer_worked_by_hand(
         assert one.rows_over(Link.across, phase) == 4
         assert zero.rows_over(Link.node, phase) == one.rows_over(Link.node, phase) == 0
     assert zero.bytes_over(Link.across, Phase.backward) == 4 * row_bytes
-    # Forward also tells the other rank how many rows its two experts get, behind a header; per chunk.
+    # Forward also tells the other rank a header once, to agree on terms, and how many rows of each chunk its two experts
+    # get, behind a header.
     told = zero.bytes_over(Link.across, Phase.forward) - 4 * row_bytes
-    assert told % 8 == 0
-    assert 0 < told <= 8 * (2 * chunks + 8)
+    assert told == 8 * (HEADER_LENGTH + HEADER_LENGTH + 2 * chunks)
     for record in (zero, one):
         assert 0 <= record.total_exposed_seconds <= record.total_seconds
         assert record.seconds[Phase.recompute] == 0
