@@ -100,6 +100,10 @@ def coerce(annotation: Any, value: Any) -> Any:
     if value == "None" and (optional or inner is not str):
         hint = "write null for no value" if optional else f"give {_described(inner)}, or leave the setting out"
         raise Refused('is the text "None", which YAML does not read as "no value"', hint)
+    if isinstance(value, str) and "\x85" in value:
+        raise Refused(
+            "must not hold the character U+0085 (next line): YAML files do not keep it", "use \\n in its place"
+        )
     if typing.get_origin(inner) is list:
         if not isinstance(value, list | tuple):
             raise Refused("must be a list", f"write [{value}]" if isinstance(value, str) else "write [a, b]")
