@@ -65,6 +65,9 @@ class ProcessPool:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
         """Call function(*args, **kwargs) on every rank; results by rank."""
+        if any(not process.is_alive() for process in self._processes):
+            # Killed from outside between two cases: no reason to fail all that follow.
+            self.close(kill=True)
         if not self._processes:
             self._start()
         for pipe in self._pipes:
