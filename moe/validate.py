@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterator
+from enum import Enum
 
 from backends.config import OP_IMPLEMENTATIONS
-from dispatch.config import DispatchMode
+from dispatch.config import CapacityScope, DispatchMode, DropPolicy
+from dispatch.placement import place_experts
 from moe.data.sources import source_problem
 from moe.model.config import ROUTER_TRAITS, BalanceScope, BiasRule, RouterKind
 from moe.schema import Problem, RunConfig
+from moe.train.config import EngineKind
 from moe.values import nearest
 
 _MAX_SEED = 2**63 - 1
@@ -95,7 +98,15 @@ _RANGES: dict[str, tuple[Callable, str, str]] = {
     "moe.balance.global_batch": _NOT_NEGATIVE,
     "parallel.nproc": _POSITIVE,
     "parallel.expert": _POSITIVE,
+    "parallel.ranks_per_node": _POSITIVE,
     "dispatch.chunks": _POSITIVE,
+    "dispatch.capacity_factor": (
+        lambda value: 0 < value <= 1000,
+        "must be above 0 and at most 1000",
+        "choose 1.25, say, or null to serve every pick",
+    ),
+    "dispatch.min_capacity": _NOT_NEGATIVE,
+    "dispatch.max_rows_per_rank": _POSITIVE,
     "engine.zero_stage": (lambda value: value in (0, 1, 2), "must be 0, 1 or 2", "choose 1, the base"),
     "optim.lr": _ABOVE_ZERO,
     "optim.beta1": _DECAY,
@@ -364,16 +375,13 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
             ),
             involves=("parallel.nproc",),
         )
-    if moe.num_experts % parallel.expert:
+    if parallel.expert > moe.num_experts:
         yield Problem(
-            path="moe.num_experts",
-            value=moe.num_experts,
-            rule=f"must be divisible by parallel.expert ({parallel.expert}): every rank holds equally many experts",
-            way_out=(
-                f"choose {_multiples_near(moe.num_experts, parallel.expert)}, "
-                f"or parallel.expert one of {_divisors(moe.num_experts)}"
-            ),
-            involves=("parallel.expert",),
+            path="parallel.expert",
+            value=parallel.expert,
+            rule=f"must be at most moe.num_experts ({moe.num_experts}): every rank of an expert group holds an expert",
+            way_out=f"choose {moe.num_experts} or less, or more experts",
+            involves=("moe.num_experts",),
         )
     parts = parallel.nproc * trainer.accumulation
     if trainer.batch_size % parts:
@@ -387,7 +395,63 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
             way_out=f"choose {_multiples_near(trainer.batch_size, parts)}",
             involves=("parallel.nproc", "trainer.accumulation"),
         )
-    if config.dispatch.mode is DispatchMode.local and parallel.expert > 1:
+    nodes = parallel.ranks_per_node
+    if nodes is not None and parallel.expert % nodes and nodes % parallel.expert:
+        yield Problem(
+            path="parallel.ranks_per_node",
+            value=nodes,
+            rule=(
+                f"must divide parallel.expert ({parallel.expert}) or be a multiple of it: an expert group covers whole "
+                "nodes or lies inside one"
+            ),
+            way_out=(
+                f"choose one of {_divisors(parallel.expert)}, or parallel.expert one of {_divisors(nodes)} or "
+                f"{_multiples_near(parallel.expert, nodes)}"
+            ),
+            involves=("parallel.expert",),
+        )
+
+
+def _placement(config: RunConfig) -> Iterator[Problem]:
+    moe, parallel, engine = config.moe, config.parallel, config.engine
+    if parallel.expert > moe.num_experts:
+        return
+    path, value = "moe.num_experts", str(moe.num_experts)
+    way_out = (
+        f"choose {_multiples_near(moe.num_experts, parallel.expert)}, "
+        f"or parallel.expert one of {_divisors(moe.num_experts)}"
+    )
+    if parallel.expert_placement is not None:
+        path, value = "parallel.expert_placement", str(parallel.expert_placement)
+        way_out = "name every rank equally often"
+        try:
+            place_experts(moe.num_experts, parallel.expert, parallel.expert_placement)
+        except ValueError as error:
+            rule, _, correction = str(error).removeprefix("the expert placement ").partition("; ")
+            yield Problem(
+                path=path, value=value, rule=rule, way_out=correction, involves=("moe.num_experts", "parallel.expert")
+            )
+            return
+    counts = place_experts(moe.num_experts, parallel.expert, parallel.expert_placement).experts_per_rank
+    if len(set(counts)) > 1 and engine.kind is EngineKind.deepspeed and engine.zero_stage == 2:
+        yield Problem(
+            path=path,
+            value=value,
+            rule=(
+                f"must be divisible by parallel.expert ({parallel.expert}) with engine.zero_stage={engine.zero_stage}"
+                if parallel.expert_placement is None
+                else f"must give every rank equally many experts with engine.zero_stage={engine.zero_stage}"
+            )
+            + ": while backward runs DeepSpeed cuts the reduction of all gradients into pieces by how much a rank has, so "
+            "unequal ranks wait for each other forever",
+            way_out=f"{way_out}, or engine.zero_stage=1, or engine.kind=torch",
+            involves=("moe.num_experts", "parallel.expert", "engine.kind", "engine.zero_stage"),
+        )
+
+
+def _dispatch(config: RunConfig) -> Iterator[Problem]:
+    dispatch, parallel = config.dispatch, config.parallel
+    if dispatch.mode is DispatchMode.local and parallel.expert > 1:
         yield Problem(
             path="dispatch.mode",
             value="local",
@@ -395,6 +459,84 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
             way_out="choose auto or all_to_all, or parallel.expert=1",
             involves=("parallel.expert",),
         )
+    if dispatch.capacity_factor is None:
+        for path, neutral in (
+            ("dispatch.min_capacity", 0),
+            ("dispatch.capacity_scope", CapacityScope["global"]),
+            ("dispatch.pad_to_capacity", False),
+        ):
+            value = value_at(config, path)
+            if value != neutral:
+                yield Problem(
+                    path=path,
+                    value=_plain(value),
+                    rule="has no effect without dispatch.capacity_factor",
+                    way_out=f"set dispatch.capacity_factor=1.25, say, or {path}={_plain(neutral)}",
+                    involves=("dispatch.capacity_factor",),
+                )
+        if dispatch.drop_policy is not DropPolicy.probability and dispatch.max_rows_per_rank is None:
+            yield Problem(
+                path="dispatch.drop_policy",
+                value=dispatch.drop_policy.name,
+                rule="has no effect without dispatch.capacity_factor or dispatch.max_rows_per_rank: nothing is dropped",
+                way_out="set one of them, or dispatch.drop_policy=probability",
+                involves=("dispatch.capacity_factor", "dispatch.max_rows_per_rank"),
+            )
+    elif dispatch.pad_to_capacity:
+        yield from _static_shapes(config)
+
+
+def _static_shapes(config: RunConfig) -> Iterator[Problem]:
+    """What dispatch.pad_to_capacity cannot be combined with."""
+    dispatch = config.dispatch
+    flat = (DispatchMode.auto, DispatchMode.local, DispatchMode.all_to_all)
+    for path, fits, reason, way_out in (
+        (
+            "dispatch.capacity_scope",
+            dispatch.capacity_scope is CapacityScope["local"],
+            "must be local with dispatch.pad_to_capacity: ranks that decide together have to exchange counts",
+            "set dispatch.capacity_scope=local",
+        ),
+        (
+            "dispatch.mode",
+            dispatch.mode in flat,
+            "must be auto, local or all_to_all with dispatch.pad_to_capacity: the others send what the routing asks for",
+            "set dispatch.mode=auto",
+        ),
+        (
+            "dispatch.chunks",
+            dispatch.chunks == 1,
+            "must be 1 with dispatch.pad_to_capacity: every chunk would be filled up to the whole capacity",
+            "set dispatch.chunks=1",
+        ),
+        (
+            "dispatch.save_memory",
+            not dispatch.save_memory,
+            "has no effect with dispatch.pad_to_capacity",
+            "set dispatch.save_memory=false",
+        ),
+        (
+            "dispatch.max_rows_per_rank",
+            dispatch.max_rows_per_rank is None,
+            "has no effect with dispatch.pad_to_capacity: a rank gets its experts' capacity, whatever the routing",
+            "set dispatch.max_rows_per_rank=null",
+        ),
+    ):
+        if not fits:
+            yield Problem(
+                path=path,
+                value=_plain(value_at(config, path)),
+                rule=reason,
+                way_out=f"{way_out}, or dispatch.pad_to_capacity=false",
+                involves=("dispatch.pad_to_capacity",),
+            )
+
+
+def _plain(value: object) -> object:
+    """A setting as the command line writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value.name if isinstance(value, Enum) else value
 
 
 def _evaluation(config: RunConfig) -> Iterator[Problem]:
@@ -435,6 +577,8 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _balance,
     _no_sparse_layers,
     _layout,
+    _placement,
+    _dispatch,
     _evaluation,
     _sources,
     _ops,

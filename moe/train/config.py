@@ -41,7 +41,8 @@ class ParallelConfig:
     expert: int = 1
     """Expert-parallel size; divides the number of ranks. Experts are shared out as evenly as can be."""
     expert_placement: list[int] | None = None
-    """Rank in the expert group of each expert, in the order of their ids; null: contiguous, as even as can be."""
+    """Rank in the expert group of each expert, in the order of their ids; null: contiguous, as even as can be. Unequal
+    numbers of experts per rank exclude engine.zero_stage=2 under DeepSpeed."""
     ranks_per_node: int | None = None
     """Consecutive ranks that share a node; divides parallel.expert or is a multiple of it. null: as the launcher says."""
 

@@ -88,7 +88,7 @@ def crossings_on_rank(node_size: int) -> dict[str, tuple[int, int, int]]:
 )
 def test_rows_across_nodes_match_the_closed_form(process_pool: Pools, nodes: int, expected: dict[str, float]) -> None:
     """8 ranks, E = 192, k = 4. What goes out comes home, and backward does both again."""
-    by_rank = process_pool(8).run(crossings_on_rank, 8 // nodes)
+    by_rank = process_pool(8).run(crossings_on_rank, 8 // nodes, timeout=300.0)
     for mode, per_token in expected.items():
         assert closed_form(mode, nodes) == pytest.approx(per_token, abs=0.005)
         of_ranks = [found[mode] for found in by_rank]
@@ -136,7 +136,7 @@ def row_of(group: dist.ProcessGroup) -> list[Topology]:
 
 def test_any_number_of_ranks_and_192_experts_on_seven(process_pool: Pools) -> None:
     assert place_experts(192, 7).experts_per_rank == [27, 27, 28, 27, 28, 27, 28]
-    by_rank = process_pool(8).run(subgroup_runs, [3, 5, 6, 7, 8])
+    by_rank = process_pool(8).run(subgroup_runs, [3, 5, 6, 7, 8], timeout=300.0)
     assert [len(results) for results in by_rank] == [50, 50, 50, 40, 40, 30, 20, 10]
     for results in by_rank:
         for what, ours, reference in results:
