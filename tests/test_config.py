@@ -472,7 +472,10 @@ def test_alias_bomb_costs_nothing(tmp_path: Path) -> None:
 def test_problems_of_several_kinds_in_a_file_and_on_the_command_line_come_together(tmp_path: Path) -> None:
     recipe = write(tmp_path / "mine.yaml", "moe: {top_kk: 1, num_experts: 3}\nparallel: {nproc: 4, expert: 4}\n")
     text = refusal(["optim.lr=fast"], recipe)
-    assert all(part in text for part in ("moe.top_kk (1)", "parallel.expert (4) must be at most moe.num_experts (3)", "optim.lr (fast)"))
+    assert all(
+        part in text
+        for part in ("moe.top_kk (1)", "parallel.expert (4) must be at most moe.num_experts (3)", "optim.lr (fast)")
+    )
 
 
 @pytest.mark.parametrize(
