@@ -7,10 +7,12 @@ finished in --folder is not run again, so a killed comparison goes on. What the 
 import argparse
 import datetime
 import os
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,9 +108,16 @@ def run_variant(name: str, folder: Path, overrides: Sequence[str]) -> Row:
     return read_row(name, folder)
 
 
-def table(rows: Sequence[Row], steps: int) -> str:
-    """The rows as a Markdown table with its legend."""
-    domains = list(rows[0].heldout)
+def cell(values: Sequence[float], digits: int) -> str:
+    """The mean of the seeds, and their standard deviation where there are several."""
+    text = f"{statistics.fmean(values):.{digits}f}"
+    return text if len(values) == 1 else f"{text} ±{statistics.stdev(values):.{digits}f}"
+
+
+def table(rows: Mapping[str, Sequence[Row]], steps: int) -> str:
+    """Variants and their rows, one of each seed, as a Markdown table with its legend."""
+    first = next(iter(rows.values()))
+    domains = list(first[0].heldout)
     head = [
         "router and balance",
         *(f"held-out {domain}" for domain in domains),
@@ -117,53 +126,91 @@ def table(rows: Sequence[Row], steps: int) -> str:
         "worst layer",
         "dead",
     ]
-    head += [f"information, layer {layer + 1}" for layer in range(len(rows[0].information))]
+    head += [f"information, layer {layer + 1}" for layer in range(len(first[0].information))]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for row in rows:
-        over = f"{row.max_vio / row.floor:.1f}" if row.floor > 0 else "-"
-        cells = [row.name, *(f"{row.heldout[domain]:.3f}" for domain in domains)]
-        cells += [f"{row.max_vio:.2f}", over, f"{row.worst_layer:.2f}", str(row.dead)]
-        cells += [f"{value:.3f}" for value in row.information]
+    for name, same in rows.items():
+        cells = [name, *(cell([row.heldout[domain] for row in same], 3) for domain in domains)]
+        cells += [cell([row.max_vio for row in same], 2)]
+        cells += [cell([row.max_vio / row.floor for row in same], 1) if all(row.floor > 0 for row in same) else "-"]
+        cells += [cell([row.worst_layer for row in same], 2), cell([row.dead for row in same], 0)]
+        cells += [cell(values, 3) for values in zip(*(row.information for row in same), strict=True)]
         lines.append(f"| {' | '.join(cells)} |")
+    seeds = "one seed" if len(first) == 1 else f"mean ± standard deviation of {len(first)} seeds"
     legend = (
-        f"{steps} steps of {rows[0].tokens // steps:,} labelled tokens, one seed, {datetime.date.today()}. Held-out: nats "
+        f"{steps} steps of {first[0].tokens // steps:,} labelled tokens, {seeds}, {datetime.date.today()}. Held-out: nats "
         "per token. MaxVio (busiest expert over mean, minus 1): median over the last fifth of the steps; over its noise "
         "floor √(2 ln E·(1−k/E)/c̄); the worst layer's. Dead: experts without a pick in that time. Information: "
         "I(domain; expert)/H(domain) of held-out picks, 0 to 1."
     )
-    return "\n".join([*lines, "", legend])
+    return "\n".join([*lines, "", legend, *specialisation(rows)])
+
+
+def specialisation(rows: Mapping[str, Sequence[Row]]) -> list[str]:
+    """What the rows say of a published claim: a wider pool of balance lets experts specialise more (Qiu et al. 2025)."""
+    narrow, wide = (rows.get(f"softmax, {scope}") for scope in ("sequence", "global batch"))
+    if not narrow or not wide:
+        return []
+    differences = [
+        statistics.fmean(w.information) - statistics.fmean(n.information) for n, w in zip(narrow, wide, strict=True)
+    ]
+    above = sum(difference > 0 for difference in differences)
+    return [
+        "",
+        f"Balance over the global batch against balance in each sequence, seed by seed: information "
+        f"{'higher' if statistics.fmean(differences) > 0 else 'lower'} by {cell([abs(d) for d in differences], 3)} "
+        f"(mean of the layers), higher in {above} of {len(differences)}.",
+    ]
+
+
+def run_folder(root: Path, name: str, seed: int, overrides: Sequence[str]) -> Path:
+    """Where a variant's run lies; another folder for other settings, so that a finished run is never taken for another."""
+    plain = name.replace(", ", "-").replace(" ", "-").replace("(", "").replace(")", "")
+    return root / f"{plain}-seed-{seed}-{zlib.crc32(' '.join(overrides).encode()):08x}"
 
 
 def main(args: Sequence[str]) -> int:
     """Run all variants and print the table; returns 0."""
     parser = argparse.ArgumentParser(prog="python -m recipes.compare_routers", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each variant (default 300)")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="runs of each variant, with trainer.seed 0, 1, ... (default 1)"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/compare-routers"), help="where the runs are kept")
     parser.add_argument("--only", nargs="*", default=[], help="names (or parts of names) of variants")
     parser.add_argument("--jobs", type=int, default=2, help="variants side by side (default 2)")
     parser.add_argument("--output", type=Path, help="also write the table here")
     parser.add_argument("overrides", nargs="*", help="settings for all variants, as moe.num_experts=8")
     arguments = parser.parse_args(args)
+    if min(arguments.steps, arguments.seeds, arguments.jobs) < 1:
+        parser.error("--steps, --seeds and --jobs must be at least 1")
     chosen = {n: v for n, v in VARIANTS.items() if not arguments.only or any(part in n for part in arguments.only)}
     if not chosen:
         parser.error(f"--only {arguments.only} names none of: {', '.join(VARIANTS)}")
     started = time.monotonic()
 
-    def run(item: tuple[str, list[str]]) -> Row:
-        name, settings = item
-        folder = arguments.folder / name.replace(", ", "-").replace(" ", "-").replace("(", "").replace(")", "")
-        overrides = [*settings, f"trainer.max_steps={arguments.steps}", *arguments.overrides]
-        row = run_variant(name, folder, overrides)
+    def run(item: tuple[int, str]) -> Row:
+        seed, name = item
+        overrides = [
+            *chosen[name],
+            f"trainer.max_steps={arguments.steps}",
+            f"trainer.seed={seed}",
+            *arguments.overrides,
+        ]
+        row = run_variant(name, run_folder(arguments.folder, name, seed, [*MODEL, *overrides]), overrides)
         shown = ", ".join(f"{domain} {loss:.3f}" for domain, loss in row.heldout.items())
-        print(f"{time.monotonic() - started:5.0f} s  {name}: held-out {shown}; MaxVio {row.max_vio:.2f}", flush=True)
+        where = f"{name}, seed {seed}" if arguments.seeds > 1 else name
+        print(f"{time.monotonic() - started:5.0f} s  {where}: held-out {shown}; MaxVio {row.max_vio:.2f}", flush=True)
         return row
 
+    items = [(seed, name) for seed in range(arguments.seeds) for name in chosen]
+    rows: dict[str, list[Row]] = {name: [] for name in chosen}
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        rows = list(pool.map(run, chosen.items()))
+        for (_, name), row in zip(items, pool.map(run, items), strict=True):
+            rows[name].append(row)
     text = table(rows, arguments.steps)
     print("\n" + text)
     if arguments.output is not None:
-        arguments.output.write_text(text + "\n")
+        arguments.output.write_text(text + "\n", "utf-8")
     return 0
 
 

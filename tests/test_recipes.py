@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.compare_routers import run_folder
+
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path.stem for path in (ROOT / "configs" / "recipe").glob("*.yaml"))
 # Small enough for seconds, the same parts: any recipe must still run so.
@@ -70,8 +72,9 @@ def test_every_recipe_runs(recipe: str, tmp_path: Path, tmp_path_factory: pytest
 
 
 def test_routers_are_compared_in_one_table(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Two variants, a row each with every column; the finished runs are taken up again, not run again."""
+    """Two variants of two seeds, a row each with every column; finished runs are taken up again, but not for other steps."""
     command = [sys.executable, "-m", "recipes.compare_routers", "--steps", "3", "--folder", str(tmp_path / "runs")]
+    command += ["--seeds", "2"]
     command += ["--output", str(tmp_path / "table.md"), "--only", "softmax, sequence", "hash", "--"]
     command += [setting for setting in SHRUNK if "max_steps" not in setting]
     times = []
@@ -80,11 +83,14 @@ def test_routers_are_compared_in_one_table(tmp_path: Path, tmp_path_factory: pyt
             command, cwd=ROOT, env=environment(tmp_path_factory), capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        times.append((tmp_path / "runs" / "hash" / "metrics.jsonl").stat().st_mtime_ns)
+        times.append(sorted(path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/metrics.jsonl")))
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| softmax, sequence", "| hash"]
     assert len({line.count("|") for line in lines[:4]}) == 1
+    assert all(" ±" in cell for line in lines[2:4] for cell in line.split(" | ")[1:3])
+    assert len(times[0]) == 4
     assert times[0] == times[1]
+    assert run_folder(tmp_path, "hash", 0, ["a=1"]) != run_folder(tmp_path, "hash", 0, ["a=2"])
 
 
 def test_torchrun_gives_the_same_run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
