@@ -44,7 +44,7 @@ from backends.device import Backend
 from moe.model.batch import TokenBatch
 from moe.model.outputs import ModelOutput
 from moe.model.transformer import Transformer
-from moe.train.config import DType, EngineConfig, OptimConfig
+from moe.train.config import EngineConfig, OptimConfig
 from moe.train.engine import ParameterState, StepOutcome
 from moe.train.mesh import Mesh
 from moe.train.optim import (
@@ -59,10 +59,8 @@ from moe.train.optim import (
     is_expert,
     parameter_groups,
 )
-
-_BUCKET_ELEMENTS = 1 << 24
-"""Largest bucket of a reduction or a gather. DeepSpeed's default of 5e8 would allocate 2 GB for any model."""
-_NEVER = 10**9
+from moe.train.zero.settings import deepspeed_settings
+from moe.train.zero.stage0 import StageZeroAdamW
 
 
 class DeepSpeedEngine:
@@ -113,12 +111,12 @@ class DeepSpeedEngine:
                 if group["name"] == EXPERT_DECAY:
                     # DeepSpeed looks the reduction group up by the name of the parameter group.
                     group.update(name=group_name, moe=True)
-        self._optimizer: torch.optim.AdamW = _StageZeroAdamW(groups) if self._stage == 0 else torch.optim.AdamW(groups)
+        self._optimizer: torch.optim.AdamW = StageZeroAdamW(groups) if self._stage == 0 else torch.optim.AdamW(groups)
         with _known_warnings(), _local_rank(mesh):
             self._engine, _, _, _ = deepspeed.initialize(
                 model=module,
                 optimizer=self._optimizer,
-                config=_deepspeed_config(
+                config=deepspeed_settings(
                     optim, engine, accumulation, sum(p.numel() for p in self._parameters.values())
                 ),
                 dist_init_required=False,
@@ -160,7 +158,7 @@ class DeepSpeedEngine:
         with _known_warnings():
             self._engine.backward(loss, scale_wrt_gas=False)
         if self._stage == 0:
-            assert isinstance(self._optimizer, _StageZeroAdamW)
+            assert isinstance(self._optimizer, StageZeroAdamW)
             if self._micro_batches < self._accumulation:
                 self._optimizer.accumulate()
         elif self._without_gradient:
@@ -281,53 +279,6 @@ class DeepSpeedEngine:
         if self._experts_differ:
             _remove_expert_groups(self._mesh)
         del self._engine, self._optimizer
-
-
-class _StageZeroAdamW(MasterAdamW):
-    """MasterAdamW that DeepSpeed's stage 0 can reduce: it asks `get_grads_for_reduction` instead of reading `.grad`.
-
-    Private hook of 0.19.8 (made for BF16_Optimizer). Condition: stage 0 with `data_types.grad_accum_dtype: fp32`.
-    """
-
-    def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """Gradients of the whole step: (dense, {expert group name: experts}); DeepSpeed reduces them in place."""
-        self.accumulate()
-        dense: list[Tensor] = []
-        experts: dict[str, list[Tensor]] = {}
-        for parameter, master in self.masters.items():
-            assert master.grad is not None
-            group_name = getattr(parameter, "group_name", None)
-            (dense if group_name is None else experts.setdefault(group_name, [])).append(master.grad)
-        return dense, experts
-
-
-def _deepspeed_config(optim: OptimConfig, engine: EngineConfig, accumulation: int, num_elements: int) -> dict[str, Any]:
-    """Everything that matters, explicitly: several defaults would change the mathematics (clipping defaults to 1.0)."""
-    # Even, as the gather's alignment asks.
-    bucket = 2 * max(1, min(_BUCKET_ELEMENTS, num_elements) // 2)
-    bf16 = engine.dtype is DType.bf16 and engine.zero_stage > 0
-    return {
-        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only multiplies it into counters that nobody reads
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": optim.clip_norm if engine.zero_stage > 0 else 0.0,
-        "gradient_allreduce_op": "sum",
-        "prescale_gradients": False,
-        "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "bf16": {"enabled": bf16, "check_grad_overflow": True, "immediate_grad_update": False},
-        "fp16": {"enabled": False},
-        "zero_optimization": {
-            "stage": engine.zero_stage,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-            "overlap_comm": False,
-            "contiguous_gradients": True,
-            "reduce_scatter": True,
-            "round_robin_gradients": False,
-        },
-        "steps_per_print": _NEVER,
-        "wall_clock_breakdown": False,
-    }
 
 
 def _prepare_deepspeed(mesh: Mesh, backend: Backend) -> None:

@@ -20,7 +20,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from moe.train.config import DType, EngineConfig, OptimConfig
-from moe.train.engine_deepspeed import _deepspeed_config
+from moe.train.zero.settings import deepspeed_settings
 
 PINNED = "0.19.8"
 
@@ -93,7 +93,7 @@ def test_host_engine_has_the_verbs() -> None:
 def test_every_setting_arrives(stage: int, dtype: DType) -> None:
     """DeepSpeed ignores an unknown key at the top level in silence, so what it understood is read back."""
     optim = OptimConfig(clip_norm=0.7)
-    settings = _deepspeed_config(optim, EngineConfig(zero_stage=stage, dtype=dtype), 3, num_elements=1001)
+    settings = deepspeed_settings(optim, EngineConfig(zero_stage=stage, dtype=dtype), 3, num_elements=1001)
     parsed = DeepSpeedConfig({**settings, "train_batch_size": 3})
     assert parsed.gradient_allreduce_op == "sum"
     assert parsed.gradient_accumulation_steps == 3
