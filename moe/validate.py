@@ -107,7 +107,7 @@ _RANGES: dict[str, tuple[Callable, str, str]] = {
     ),
     "dispatch.min_capacity": _NOT_NEGATIVE,
     "dispatch.max_rows_per_rank": _POSITIVE,
-    "engine.zero_stage": (lambda value: value in (0, 1, 2), "must be 0, 1 or 2", "choose 1, the base"),
+    "engine.zero_stage": (lambda value: value in (0, 1, 2, 3), "must be 0, 1, 2 or 3", "choose 1, the base"),
     "optim.lr": _ABOVE_ZERO,
     "optim.beta1": _DECAY,
     "optim.beta2": _DECAY,

@@ -60,6 +60,19 @@ class Block(nn.Module):
         return x_BSD + y_BSD, stats
 
 
+class TokenEmbedding(nn.Embedding):
+    """A row of the vocabulary for each id; with tied weights the head as well.
+
+    Both go through the call of the module that owns the weight: ZeRO-3 has a weight whole only while its module runs.
+    """
+
+    def forward(self, ids_or_hidden: Tensor) -> Tensor:
+        """[...] int64 -> [..., D]; [..., D] floating -> [..., V], the product with every row."""
+        if ids_or_hidden.is_floating_point():
+            return F.linear(ids_or_hidden, self.weight)
+        return super().forward(ids_or_hidden)
+
+
 class Transformer(nn.Module):
     """A decoder of dense blocks followed by sparse ones. Build it under `torch.device("meta")`, then `init.initialise`.
 
@@ -75,7 +88,7 @@ class Transformer(nn.Module):
         """Whether backward computes each block's inside again instead of keeping it."""
         self.routing_step = 0
         """Optimizer step that jitter, noise and forced routers draw for; whoever runs steps sets it."""
-        self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.embed = TokenEmbedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleList(Block(model, moe, layer_index=index) for index in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.head = None if model.tie_embeddings else nn.Linear(model.hidden_size, model.vocab_size, bias=False)
@@ -111,8 +124,9 @@ class Transformer(nn.Module):
 
     def project(self, x_D: Tensor) -> Tensor:
         """Final norm and head: [..., D] -> [..., V] fp32. The product itself runs in the weights' dtype."""
-        weight_VD = self.embed.weight if self.head is None else self.head.weight
-        return F.linear(self.norm(x_D), weight_VD).float()
+        head = self.embed if self.head is None else self.head
+        scores_V: Tensor = head(self.norm(x_D))
+        return scores_V.float()
 
     def logits(self, batch: TokenBatch) -> Tensor:
         """Scores of every next token, [B, S, V] fp32."""

@@ -54,7 +54,7 @@ class EngineConfig:
     kind: EngineKind = EngineKind.deepspeed
     """deepspeed: the real one. torch: the plain oracle (one process, or simple data parallel)."""
     zero_stage: int = 1
-    """DeepSpeed ZeRO stage: 0, 1 or 2."""
+    """DeepSpeed ZeRO stage. 0: nothing partitioned; 1: optimizer state; 2: gradients too; 3: weights too."""
     dtype: DType = DType.bf16
     """fp32, or bf16 weights and activations with fp32 masters."""
     activation_checkpointing: Checkpointing = Checkpointing.none

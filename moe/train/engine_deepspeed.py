@@ -1,4 +1,4 @@
-"""The DeepSpeed engine (end of a step): ZeRO 0, 1 and 2 around our model, our experts and our schedule.
+"""The DeepSpeed engine (end of a step): ZeRO 0 to 3 around our model, our experts and our schedule.
 
 The only file that imports deepspeed, and the only one that leans on its private names. Written and tested against
 0.19.8; each such place says what would make it unnecessary, and tests/train/test_deepspeed_contract.py says at once
@@ -12,6 +12,9 @@ Who reduces, clips and updates:
     1 fp32         .grad                             DeepSpeed, partitioned   DeepSpeed   AdamW on flat fp32 partitions
     1 bf16         fp32 buffer (BF16_Optimizer)      DeepSpeed, all-reduce    DeepSpeed   AdamW on flat fp32 partitions
     2 fp32, bf16   fp32 partition, every micro-step  DeepSpeed, partitioned   DeepSpeed   AdamW on flat fp32 partitions
+    3 fp32, bf16   fp32 partition, every micro-step  DeepSpeed, partitioned   DeepSpeed   AdamW on flat fp32 partitions
+
+At stage 3 the weights are partitioned too: each is gathered while its module runs.
 """
 
 import contextlib
@@ -20,7 +23,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -29,6 +32,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject import auto_ep_layer
 from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.utils import groups as deepspeed_groups
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import (
@@ -37,6 +41,8 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
 )
 from torch import Tensor, nn
 
@@ -59,6 +65,7 @@ from moe.train.optim import (
     is_expert,
     parameter_groups,
 )
+from moe.train.zero import stage3
 from moe.train.zero.settings import deepspeed_settings
 from moe.train.zero.stage0 import StageZeroAdamW
 
@@ -68,7 +75,8 @@ class DeepSpeedEngine:
 
     Sums: the config asks for `gradient_allreduce_op: sum` and backward runs with `scale_wrt_gas=False`, so DeepSpeed
     divides by nothing, neither ranks nor micro-batches, and an expert's gradient is summed over its copies. What it
-    holds is the gradient of the sum that the Protocol speaks of; no factor is put in or taken out anywhere.
+    holds is the gradient of the sum that the Protocol speaks of. Stage 3 knows averages alone: there the loss is
+    multiplied by the number of ranks, and no factor is put in or taken out anywhere else.
     """
 
     module: Transformer
@@ -85,10 +93,10 @@ class DeepSpeedEngine:
     ) -> None:
         """Build (collective). module: parallelised and initialised, on mesh.device; cast to engine.dtype here.
 
-        Raises ValueError for another ZeRO stage than 0, 1, 2, or when DeepSpeed is bound to another kind of device.
+        Raises ValueError for another ZeRO stage than 0 to 3, or when DeepSpeed is bound to another kind of device.
         """
-        if engine.zero_stage not in (0, 1, 2):
-            raise ValueError(f"engine.zero_stage ({engine.zero_stage}) must be 0, 1 or 2; choose one of these")
+        if engine.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"engine.zero_stage ({engine.zero_stage}) must be 0, 1, 2 or 3; choose one of these")
         cast_parameters(module, engine.dtype)
         self.module = module
         self._mesh = mesh
@@ -96,17 +104,23 @@ class DeepSpeedEngine:
         self._clip_norm = optim.clip_norm
         self._accumulation = accumulation
         self._micro_batches = 0
+        # Stage 3 of 0.19.8 knows averages alone, and refuses gradient_allreduce_op=sum. Dense and expert gradients alike
+        # are divided by the number of all ranks, so one factor on the loss makes sums of both. Condition: it takes sum.
+        self._averaged_ranks = mesh.data_size if engine.zero_stage == 3 else 1
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self._foreign_attributes = {p: set(vars(p)) for p in module.parameters()}
+        self._own_attributes = {p: set(vars(p)) for p in [*module.parameters(), *module.modules()]}
+        self._own_tables = {part: part._parameters for part in module.modules()}
         self._marked: list[tuple[nn.Module, type[nn.Module]]] = []
         # With one expert-parallel rank every rank holds all experts: replicas like any dense weight, and no marker.
         self._experts_differ = mesh.expert_size > 1 and any(is_expert(name) for name in self._parameters)
 
         _prepare_deepspeed(mesh, backend)
+        if self._stage == 3:
+            _ignore_known_warnings()
         groups = parameter_groups(module, optim)
         if self._experts_differ:
             group_name = _install_expert_groups(mesh)
-            self._marked = _mark_layers(module, mesh, group_name)
+            self._marked = _mark_layers(module, mesh, group_name, stage=self._stage)
             for group in groups:
                 if group["name"] == EXPERT_DECAY:
                     # DeepSpeed looks the reduction group up by the name of the parameter group.
@@ -116,19 +130,20 @@ class DeepSpeedEngine:
             self._engine, _, _, _ = deepspeed.initialize(
                 model=module,
                 optimizer=self._optimizer,
-                config=deepspeed_settings(
-                    optim, engine, accumulation, sum(p.numel() for p in self._parameters.values())
-                ),
+                config=deepspeed_settings(optim, engine, accumulation, _most_elements(self._parameters.values(), mesh)),
                 dist_init_required=False,
             )
         # A parameter that gets a gradient on one rank and none on another makes ZeRO mix up its buckets without a word.
         self._without_gradient: set[str] = set()
         self._hooks: list[Any] = []
         if self._stage > 0:
-            allocate_state(self._optimizer)
-            # Private, condition: a public way to read moments before the first step. DeepSpeed links parameters to
-            # moments after the first optimizer step of the *first* group, when the others' moments do not exist yet.
-            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+            if self._stage == 3:
+                stage3.allocate_pieces(self._engine.optimizer)
+            else:
+                allocate_state(self._optimizer)
+                # Private, condition: a public way to read moments before the first step. DeepSpeed links parameters to
+                # moments after the first step of the *first* group, when the others' moments do not exist yet.
+                self._engine.optimizer._lazy_init_hp_params_optimizer_state()
             for name, parameter in self._parameters.items():
                 hook = parameter.register_post_accumulate_grad_hook(self._gradient_seen(name))
                 self._hooks.append(hook)
@@ -148,7 +163,7 @@ class DeepSpeedEngine:
     def backward(self, loss: Tensor) -> None:
         """See `Engine.backward`.
 
-        Raises RuntimeError under ZeRO 1 and 2 when a parameter took no part in the micro-batch on this rank.
+        Raises RuntimeError under ZeRO 1 to 3 when a parameter took no part in the micro-batch on this rank.
         """
         assert self._micro_batches < self._accumulation, "step() is due"
         self._micro_batches += 1
@@ -156,7 +171,7 @@ class DeepSpeedEngine:
         self._engine.set_gradient_accumulation_boundary(self._micro_batches == self._accumulation)
         self._without_gradient = set(self._parameters)
         with _known_warnings():
-            self._engine.backward(loss, scale_wrt_gas=False)
+            self._engine.backward(loss * self._averaged_ranks, scale_wrt_gas=False)
         if self._stage == 0:
             assert isinstance(self._optimizer, StageZeroAdamW)
             if self._micro_batches < self._accumulation:
@@ -247,9 +262,8 @@ class DeepSpeedEngine:
             return
         for name, parameter in self._parameters.items():
             saved = states[name]
-            safe_set_full_fp32_param(parameter, saved.weight.to(parameter.device, torch.float32))
-            safe_set_full_optimizer_state(parameter, saved.exp_avg.to(parameter.device, torch.float32), "exp_avg")
-            safe_set_full_optimizer_state(parameter, saved.exp_avg_sq.to(parameter.device, torch.float32), "exp_avg_sq")
+            for field in ("weight", "exp_avg", "exp_avg_sq"):
+                self._write_field(parameter, field, getattr(saved, field).to(parameter.device, torch.float32))
         steps = {saved.step for saved in states.values()}
         if len(steps) > 1:
             raise ValueError(
@@ -259,7 +273,25 @@ class DeepSpeedEngine:
         for state in self._optimizer.state.values():
             state["step"].fill_(float(next(iter(steps))))
         with _known_warnings():
-            self._engine.optimizer.update_lp_params()
+            if self._stage == 3:
+                stage3.write_masters_back(self._engine.optimizer)
+            else:
+                self._engine.optimizer.update_lp_params()
+
+    def _write_field(self, parameter: nn.Parameter, field: str, whole: Tensor) -> None:
+        """Put a master weight or moment into the partitions of ZeRO 1 to 3."""
+        if self._stage == 3:
+            # By pieces: of a tensor that does not divide evenly, `safe_set_full_*` asks for elements behind its end.
+            whole = stage3.own_piece(whole, parameter)
+        set_weight, set_state = (
+            (safe_set_local_fp32_param, safe_set_local_optimizer_state)
+            if self._stage == 3
+            else (safe_set_full_fp32_param, safe_set_full_optimizer_state)
+        )
+        if field == "weight":
+            set_weight(parameter, whole)
+        else:
+            set_state(parameter, whole, field)
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -271,14 +303,29 @@ class DeepSpeedEngine:
             self._engine.destroy()
         for layer, own_class in self._marked:
             layer.__class__ = own_class
-        # ZeRO hangs bound methods and fragments on parameters: cycles that would keep flat buffers alive.
-        for parameter, own in self._foreign_attributes.items():
-            for attribute in set(vars(parameter)) - own:
-                delattr(parameter, attribute)
+        if self._stage == 3:
+            for part, table in self._own_tables.items():
+                part._parameters = table
+            # Private, condition: `destroy` takes it out. A list of the process that holds every module ever run.
+            parameter_offload.FWD_MODULE_STACK[:] = [
+                m for m in parameter_offload.FWD_MODULE_STACK if m is not self.module
+            ]
+        # ZeRO hangs bound methods and fragments on parameters and modules: cycles that would keep flat buffers alive.
+        for owner, own in self._own_attributes.items():
+            for attribute in set(vars(owner)) - own:
+                delattr(owner, attribute)
+        for parameter in self.module.parameters():
             parameter.grad = None
         if self._experts_differ:
             _remove_expert_groups(self._mesh)
         del self._engine, self._optimizer
+
+
+def _most_elements(parameters: Iterable[nn.Parameter], mesh: Mesh) -> int:
+    """Elements on the rank that holds most (collective)."""
+    count = torch.tensor([sum(p.numel() for p in parameters)], dtype=torch.int64, device=mesh.device)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=mesh.data_group)
+    return int(count)
 
 
 def _prepare_deepspeed(mesh: Mesh, backend: Backend) -> None:
@@ -366,7 +413,9 @@ def _keep_own_groups(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     """set_deepspeed_parallelism of a marked layer: its groups are the mesh's and stand already."""
 
 
-def _mark_layers(module: nn.Module, mesh: Mesh, group_name: str) -> list[tuple[nn.Module, type[nn.Module]]]:
+def _mark_layers(
+    module: nn.Module, mesh: Mesh, group_name: str, *, stage: int
+) -> list[tuple[nn.Module, type[nn.Module]]]:
     """Make DeepSpeed see our MoE layers as its AutoEP layers, without touching what they do or how they are named.
 
     DeepSpeed knows layers with experts by class alone. Each layer gets a class made from its own and AutoEPMoELayer:
@@ -388,6 +437,8 @@ def _mark_layers(module: nn.Module, mesh: Mesh, group_name: str) -> list[tuple[n
         layer.__class__ = type(own_class.__name__, (own_class, auto_ep_layer.AutoEPMoELayer), namespace)
         for parameter in experts.parameters():
             vars(parameter).update(allreduce=False, group_name=group_name)
+            if stage == 3:
+                vars(parameter).update(stage3.expert_placement(group_name))
         marked.append((layer, own_class))
     return marked
 
@@ -396,11 +447,15 @@ def _mark_layers(module: nn.Module, mesh: Mesh, group_name: str) -> list[tuple[n
 def _known_warnings() -> Iterator[None]:
     """Silence what DeepSpeed is known to warn about, and nothing else."""
     with warnings.catch_warnings():
-        # On its first engine DeepSpeed imports its Muon optimizer, whose decorator loads torch's compiler, which still
-        # uses TorchScript (torch 2.13). Condition: a torch without it, or a DeepSpeed that imports Muon when asked for.
-        warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
-        # Renamed in torch 2.13. Condition: a DeepSpeed that calls the new name.
-        warnings.filterwarnings(
-            "ignore", message="`torch.distributed.all_gather_into_tensor` is deprecated", category=FutureWarning
-        )
+        _ignore_known_warnings()
         yield
+
+
+def _ignore_known_warnings() -> None:
+    """Add filters to those in force; at stage 3, where modules communicate whenever they run, to those of the process."""
+    # On its first engine DeepSpeed imports its Muon optimizer, whose decorator loads torch's compiler, which still uses
+    # TorchScript (torch 2.13). Condition: a torch without it, or a DeepSpeed that imports Muon when asked for.
+    warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
+    # Renamed in torch 2.13. Condition: a DeepSpeed that calls the new names.
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        warnings.filterwarnings("ignore", message=f"`torch.distributed.{name}` is deprecated", category=FutureWarning)

@@ -219,8 +219,10 @@ def check_states(parameters: Mapping[str, nn.Parameter], states: Mapping[str, Pa
             ("exp_avg", saved.exp_avg),
             ("exp_avg_sq", saved.exp_avg_sq),
         ):
-            if tensor.shape != parameter.shape:
+            # ZeRO-3 keeps a parameter's whole shape beside the empty parameter.
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            if tensor.shape != shape:
                 raise ValueError(
-                    f"{field} of {name} has shape {list(tensor.shape)}, but the model's is {list(parameter.shape)}; "
+                    f"{field} of {name} has shape {list(tensor.shape)}, but the model's is {list(shape)}; "
                     "load it with the model configuration and expert-parallel size it was saved with"
                 )

@@ -100,7 +100,7 @@ class Case:
 CROSS = [
     Case(world_size, expert, zero_stage, accumulation, checkpointing)
     for world_size, expert in ((2, 1), (2, 2), (4, 2), (4, 4))
-    for zero_stage in (0, 1, 2)
+    for zero_stage in (0, 1, 2, 3)
     for accumulation in (1, 2)
     for checkpointing in Checkpointing
 ]

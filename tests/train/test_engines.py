@@ -70,8 +70,8 @@ class Kind:
 
 
 TORCH = Kind(EngineKind.torch)
-ZERO = [Kind(EngineKind.deepspeed, stage) for stage in (0, 1, 2)]
-ZERO_BF16 = [Kind(EngineKind.deepspeed, stage, DType.bf16) for stage in (0, 1, 2)]
+ZERO = [Kind(EngineKind.deepspeed, stage) for stage in (0, 1, 2, 3)]
+ZERO_BF16 = [Kind(EngineKind.deepspeed, stage, DType.bf16) for stage in (0, 1, 2, 3)]
 
 
 def one_rank_mesh() -> Mesh:
@@ -157,6 +157,20 @@ def train(engine: Engine, mesh: Mesh, accumulation: int, batches: list[TokenBatc
     return Trace(norms, gradients[0], weights)
 
 
+def whole_weights(engine: Engine) -> dict[str, Tensor]:
+    """Each weight as a forward pass sees it; gathered where ZeRO-3 keeps pieces (collective)."""
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        gathered: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            gathered = deepspeed.zero.GatheredParameters([parameter])
+        with gathered:
+            weights[name] = parameter.detach().clone()
+    return weights
+
+
 def local_part(name: str, whole: Tensor, mesh: Mesh) -> Tensor:
     return whole.chunk(mesh.expert_size)[mesh.ep_rank] if is_expert(name) else whole
 
@@ -188,12 +202,13 @@ def _layout_case(kind: Kind, expert_size: int, accumulation: int, hollow: bool =
     with strict():
         engine = make(kind, mesh, accumulation)
         found = train(engine, mesh, accumulation, batches)
+        weights = whole_weights(engine)
         engine.close()
     assert_same(found, expected, mesh, tolerance=1e-5)
     digest = hashlib.sha256()
-    for name, parameter in engine.module.named_parameters():
+    for name, weight in weights.items():
         if not is_expert(name):
-            digest.update(parameter.detach().numpy().tobytes())
+            digest.update(weight.numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -228,8 +243,8 @@ def _bf16_case(kind: Kind, accumulation: int) -> None:
         engine = make(kind, mesh, accumulation)
         found = train(engine, mesh, accumulation, batches)
         assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
-        for (_, parameter), weight in zip(engine.module.named_parameters(), found.weights.values(), strict=True):
-            torch.testing.assert_close(parameter.detach(), weight.bfloat16(), rtol=0, atol=0)
+        for name, weight in whole_weights(engine).items():
+            torch.testing.assert_close(weight, found.weights[name].bfloat16(), rtol=0, atol=0)
         engine.close()
         reference = make(replace(TORCH, dtype=DType.bf16), mesh, accumulation)
         expected = train(reference, mesh, accumulation, batches[:1])
@@ -353,8 +368,8 @@ def _resume_case(kind: Kind) -> None:
         engine = make(kind, mesh, 2)
         before = snapshot(engine)
         assert all(s.step == 0 and not s.exp_avg.any() and not s.exp_avg_sq.any() for s in before.values())
-        for name, parameter in engine.module.named_parameters():
-            assert torch.equal(before[name].weight, parameter.detach().float())
+        for name, weight in whole_weights(engine).items():
+            assert torch.equal(before[name].weight, weight.float())
         steps(engine, range(3))
         saved = snapshot(engine)
         assert all(s.step == 3 and s.weight.dtype == torch.float32 for s in saved.values())
@@ -365,6 +380,8 @@ def _resume_case(kind: Kind) -> None:
         resumed = make(kind, mesh, 2, seed=1)
         resumed.load_parameter_states(saved)
         assert_bitwise(snapshot(resumed), saved)
+        for name, weight in whole_weights(resumed).items():
+            assert torch.equal(weight, saved[name].weight.to(weight.dtype)), name
         assert steps(resumed, range(3, 6)) == straight
         assert_bitwise(snapshot(resumed), end)
         with pytest.raises(ValueError, match="missing"):

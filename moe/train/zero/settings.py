@@ -6,7 +6,15 @@ from moe.train.config import DType, EngineConfig, OptimConfig
 
 BUCKET_ELEMENTS = 1 << 24
 """Largest bucket of a reduction or a gather. DeepSpeed's default of 5e8 would allocate 2 GB for any model."""
+KEPT_WHOLE_ELEMENTS = 100_000
+"""Largest parameter that all ranks keep whole at stage 3: norms and routers cost little to keep, and a gather each to
+fetch."""
 _NEVER = 10**9
+
+
+def kept_whole_elements(num_elements: int) -> int:
+    """Elements up to which a parameter stays whole at stage 3: of a small model few, so that it is cut at all."""
+    return min(KEPT_WHOLE_ELEMENTS, num_elements // 256)
 
 
 def deepspeed_settings(
@@ -14,7 +22,7 @@ def deepspeed_settings(
 ) -> dict[str, Any]:
     """Everything that matters, explicitly: several defaults would change the mathematics (clipping defaults to 1.0).
 
-    num_elements: parameters on this rank.
+    num_elements: parameters of the rank that has most; the same number on all, for it decides what they exchange.
     """
     # Even, as the gather's alignment asks.
     bucket = 2 * max(1, min(BUCKET_ELEMENTS, num_elements) // 2)
@@ -23,7 +31,8 @@ def deepspeed_settings(
         "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only multiplies it into counters that nobody reads
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": optim.clip_norm if engine.zero_stage > 0 else 0.0,
-        "gradient_allreduce_op": "sum",
+        # DeepSpeed 0.19.8 refuses sums at stage 3; the engine makes up for the mean there (DeepSpeedEngine).
+        "gradient_allreduce_op": "sum" if engine.zero_stage < 3 else "mean",
         "prescale_gradients": False,
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -37,6 +46,8 @@ def deepspeed_settings(
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "round_robin_gradients": False,
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_param_persistence_threshold": kept_whole_elements(num_elements),
         },
         "steps_per_print": _NEVER,
         "wall_clock_breakdown": False,
