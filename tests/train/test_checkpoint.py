@@ -155,6 +155,7 @@ CASES = [
     (2, EngineKind.deepspeed, DType.fp32, 0, 2),
     (2, EngineKind.deepspeed, DType.bf16, 0, 1),
     (4, EngineKind.deepspeed, DType.fp32, 2, 2),
+    (2, EngineKind.deepspeed, DType.bf16, 3, 2),
 ]
 
 
@@ -184,9 +185,10 @@ def test_a_resumed_run_is_the_uninterrupted_run(
         assert (whole[rank]["random"] == second[rank]["random"]).all()
 
 
-def test_evaluation_leaves_no_trace(process_pool: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluation_leaves_no_trace(stage: int, process_pool: Pools, tmp_path: Path) -> None:
     """A17: with and without evaluations between the steps, everything is the same to the last bit."""
-    config = config_of(EngineKind.deepspeed, DType.bf16, 1, 2)
+    config = config_of(EngineKind.deepspeed, DType.bf16, stage, 2)
     pool = process_pool(2)
     data = str(tmp_path / "data")
     often = pool.run(run_on_rank, config, str(tmp_path / "often"), data)

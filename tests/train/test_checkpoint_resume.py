@@ -37,6 +37,8 @@ LAYOUTS: list[Layout] = [
     (4, EngineKind.deepspeed, DType.fp32, 2, 4, None),
     (4, EngineKind.torch, DType.bf16, 0, 2, [1, 0, 0, 1]),
     (4, EngineKind.deepspeed, DType.fp32, 0, 2, None),
+    (4, EngineKind.deepspeed, DType.fp32, 3, 2, None),
+    (2, EngineKind.deepspeed, DType.bf16, 3, 2, None),
 ]
 
 
@@ -122,6 +124,7 @@ def load_filled(config: RunConfig, folder: str) -> tuple[list[int], list[str]]:
 
     from moe.train.checkpoint.load import load_checkpoint
     from moe.train.step import expert_biases
+    from tests.train.weights import whole_weights
 
     def work(engine: Any, mesh: Any, backend: Any) -> tuple[list[int], list[str]]:
         load_checkpoint(
@@ -129,7 +132,7 @@ def load_filled(config: RunConfig, folder: str) -> tuple[list[int], list[str]]:
         )
         ids = list(engine.module.moe_layers()[0].dispatcher.local_expert_ids)
         wrong = []
-        used = dict(engine.module.named_parameters())
+        used = whole_weights(engine)
         for name, state in engine.parameter_states():
             if state.step != 3:
                 wrong.append(f"{name}: step {state.step}")
@@ -154,8 +157,8 @@ def load_filled(config: RunConfig, folder: str) -> tuple[list[int], list[str]]:
 def test_every_number_goes_to_its_expert_on_any_layout(process_pool: Pools, tmp_path: Path) -> None:
     """A30 and fault 27: written by two engines at EP 4 and EP 2 (unevenly), read by seven layouts: masters, moments,
     step, bias, and the weights that a forward uses."""
-    for source in (LAYOUTS[4], LAYOUTS[2]):
-        folder = str(tmp_path / f"{source[0]}")
+    for source in (LAYOUTS[4], LAYOUTS[2], LAYOUTS[7]):
+        folder = str(tmp_path / f"{source[0]}-{source[3]}")
         process_pool(source[0]).run(fill_and_save, configured(source), folder)
         for layout in LAYOUTS:
             results = process_pool(layout[0]).run(load_filled, configured(layout), folder)
@@ -201,7 +204,7 @@ def test_another_layout_goes_on_where_one_process_stopped(
         equal_to(run, expected, 1e-5 if layout[2] is DType.fp32 else 2**-7)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[4]], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[4], LAYOUTS[7]], ids=str)
 def test_one_process_goes_on_where_another_layout_stopped(
     layout: Layout, reference: tuple[dict[str, Any], Path], data: str, process_pool: Pools, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ from moe.train.optim import is_expert
 from moe.train.parallelize import build_model, weight_dtype
 from moe.train.step import run_step
 from tests.process_pool import ProcessPool
+from tests.train.weights import whole_weights
 
 Pools = Callable[[int], ProcessPool]
 
@@ -155,20 +156,6 @@ def train(engine: Engine, mesh: Mesh, accumulation: int, batches: list[TokenBatc
         norms.append(result.outcome.grad_norm)
     weights = {name: state.weight.clone() for name, state in engine.parameter_states()}
     return Trace(norms, gradients[0], weights)
-
-
-def whole_weights(engine: Engine) -> dict[str, Tensor]:
-    """Each weight as a forward pass sees it; gathered where ZeRO-3 keeps pieces (collective)."""
-    weights = {}
-    for name, parameter in engine.module.named_parameters():
-        gathered: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if hasattr(parameter, "ds_id"):
-            import deepspeed
-
-            gathered = deepspeed.zero.GatheredParameters([parameter])
-        with gathered:
-            weights[name] = parameter.detach().clone()
-    return weights
 
 
 def local_part(name: str, whole: Tensor, mesh: Mesh) -> Tensor:
