@@ -126,11 +126,14 @@ class DeepSpeedEngine:
                     # DeepSpeed looks the reduction group up by the name of the parameter group.
                     group.update(name=group_name, moe=True)
         self._optimizer: torch.optim.AdamW = StageZeroAdamW(groups) if self._stage == 0 else torch.optim.AdamW(groups)
+        most_elements, equal_ranks = _elements(self._parameters.values(), mesh)
         with _known_warnings(), _local_rank(mesh):
             self._engine, _, _, _ = deepspeed.initialize(
                 model=module,
                 optimizer=self._optimizer,
-                config=deepspeed_settings(optim, engine, accumulation, _most_elements(self._parameters.values(), mesh)),
+                config=deepspeed_settings(
+                    optim, engine, accumulation, num_elements=most_elements, equal_ranks=equal_ranks
+                ),
                 dist_init_required=False,
             )
         # A parameter that gets a gradient on one rank and none on another makes ZeRO mix up its buckets without a word.
@@ -321,11 +324,13 @@ class DeepSpeedEngine:
         del self._engine, self._optimizer
 
 
-def _most_elements(parameters: Iterable[nn.Parameter], mesh: Mesh) -> int:
-    """Elements on the rank that holds most (collective)."""
-    count = torch.tensor([sum(p.numel() for p in parameters)], dtype=torch.int64, device=mesh.device)
-    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=mesh.data_group)
-    return int(count)
+def _elements(parameters: Iterable[nn.Parameter], mesh: Mesh) -> tuple[int, bool]:
+    """Elements on the rank that holds most, and whether all ranks hold as many (collective)."""
+    own = sum(p.numel() for p in parameters)
+    bounds = torch.tensor([own, -own], dtype=torch.int64, device=mesh.device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.data_group)
+    most, least = int(bounds[0]), -int(bounds[1])
+    return most, most == least
 
 
 def _prepare_deepspeed(mesh: Mesh, backend: Backend) -> None:

@@ -89,13 +89,13 @@ def test_host_engine_has_the_verbs() -> None:
 
 
 @pytest.mark.parametrize("dtype", list(DType))
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_setting_arrives(stage: int, dtype: DType) -> None:
     """DeepSpeed ignores an unknown key at the top level in silence, so what it understood is read back."""
     optim = OptimConfig(clip_norm=0.7)
     settings = deepspeed_settings(optim, EngineConfig(zero_stage=stage, dtype=dtype), 3, num_elements=1001)
     parsed = DeepSpeedConfig({**settings, "train_batch_size": 3})
-    assert parsed.gradient_allreduce_op == "sum"
+    assert parsed.gradient_allreduce_op == ("sum" if stage < 3 else "mean")
     assert parsed.gradient_accumulation_steps == 3
     assert parsed.gradient_clipping == (0.7 if stage else 0.0)
     assert parsed.communication_data_type is not None
@@ -108,3 +108,8 @@ def test_every_setting_arrives(stage: int, dtype: DType) -> None:
     assert parsed.zero_config.stage == stage
     assert parsed.zero_config.reduce_bucket_size == parsed.zero_config.allgather_bucket_size == 1000
     assert parsed.zero_config.overlap_comm is False
+    assert parsed.zero_config.prefetch_bucket_size == 1000
+    assert parsed.zero_config.param_persistence_threshold == 1001 // 256
+    uneven = deepspeed_settings(optim, EngineConfig(zero_stage=3), 3, num_elements=1001, equal_ranks=False)
+    zero = DeepSpeedConfig({**uneven, "train_batch_size": 3}).zero_config
+    assert zero.prefetch_bucket_size == zero.max_reuse_distance == 0

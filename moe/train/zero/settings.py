@@ -9,6 +9,8 @@ BUCKET_ELEMENTS = 1 << 24
 KEPT_WHOLE_ELEMENTS = 100_000
 """Largest parameter that all ranks keep whole at stage 3: norms and routers cost little to keep, and a gather each to
 fetch."""
+REUSE_ELEMENTS = 10**9
+"""Elements within which a weight that is used again stays whole at stage 3, as DeepSpeed has it."""
 _NEVER = 10**9
 
 
@@ -18,11 +20,13 @@ def kept_whole_elements(num_elements: int) -> int:
 
 
 def deepspeed_settings(
-    optim: OptimConfig, engine: EngineConfig, accumulation: int, num_elements: int
+    optim: OptimConfig, engine: EngineConfig, accumulation: int, *, num_elements: int, equal_ranks: bool = True
 ) -> dict[str, Any]:
     """Everything that matters, explicitly: several defaults would change the mathematics (clipping defaults to 1.0).
 
     num_elements: parameters of the rank that has most; the same number on all, for it decides what they exchange.
+    equal_ranks: whether all have as many; if not, stage 3 fetches a weight when it is needed and lets it go after use,
+    for what DeepSpeed fetches ahead and keeps depends on the sizes of what a rank holds, and would not be alike.
     """
     # Even, as the gather's alignment asks.
     bucket = 2 * max(1, min(BUCKET_ELEMENTS, num_elements) // 2)
@@ -46,7 +50,9 @@ def deepspeed_settings(
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "round_robin_gradients": False,
-            "stage3_prefetch_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": bucket if equal_ranks else 0,
+            "stage3_max_reuse_distance": REUSE_ELEMENTS if equal_ranks else 0,
+            "stage3_max_live_parameters": REUSE_ELEMENTS,
             "stage3_param_persistence_threshold": kept_whole_elements(num_elements),
         },
         "steps_per_print": _NEVER,
