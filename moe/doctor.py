@@ -66,18 +66,17 @@ def _ops() -> list[dict[str, Any]]:
     """Each implementation of each op on the device that backend=auto takes, in bf16 as the recipes run."""
     import torch
 
-    from backends.ops.grouped_gemm import IMPLEMENTATIONS
+    from backends.ops.listing import OPS
     from backends.resolve import BACKENDS
 
     device_type = next(name for name, module in BACKENDS.items() if module.why_not() is None)
-    return [
-        {
-            "name": f"grouped_gemm={name}",
-            "why_not": implementation.reason_against(device_type, torch.bfloat16, None),
-            "note": f"on {device_type}, bf16; cost: {implementation.cost}",
-        }
-        for name, implementation in IMPLEMENTATIONS.items()
-    ]
+    rows = []
+    for op, implementations in OPS.items():
+        for name, record in implementations.items():
+            note = f"on {device_type}, bf16; cost: {record.cost}"
+            why_not = record.reason_against(device_type, torch.bfloat16, None)
+            rows.append({"name": f"{op}={name}", "why_not": why_not, "note": note})
+    return rows
 
 
 def _version(name: str) -> str | None:

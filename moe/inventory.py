@@ -32,15 +32,14 @@ def dispatchers() -> list[tuple[str, str]]:
 
 def ops() -> list[tuple[str, str]]:
     """Implementations of each op. Loads torch."""
-    from backends.ops.grouped_gemm import IMPLEMENTATIONS
+    from backends.ops.listing import OPS
 
-    return [
-        ("backend.ops.grouped_gemm=auto", "the first of these that can run"),
-        *(
-            (f"backend.ops.grouped_gemm={name}", f"on {', '.join(record.devices)}; cost: {record.cost}")
-            for name, record in IMPLEMENTATIONS.items()
-        ),
-    ]
+    listed = []
+    for op, implementations in OPS.items():
+        listed.append((f"backend.ops.{op}=auto", "the first of these that can run"))
+        for name, record in implementations.items():
+            listed.append((f"backend.ops.{op}={name}", f"on {', '.join(record.devices)}; cost: {record.cost}"))
+    return listed
 
 
 TOPICS: dict[str, Callable[[], list[tuple[str, str]]]] = {

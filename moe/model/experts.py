@@ -3,14 +3,11 @@
 Legend: R rows received by this rank, D hidden, F width of an expert, e local experts.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from backends.ops.grouped_gemm import grouped_gemm
+from backends.ops.expert_mlp import can_take_tokens, expert_mlp
 
 
 class SwiGLU(nn.Module):
@@ -30,31 +27,6 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_D)) * self.up_proj(x_D))
 
 
-def weighted_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R: Tensor) -> Tensor:
-    """weight · silu(gate) · up, computed in fp32, in the dtype of gate. Keeps its operands alone for backward."""
-    inner_RF: Tensor = _WeightedSwiGLU.apply(gate_RF, up_RF, weight_R)
-    return inner_RF
-
-
-class _WeightedSwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_RF: Tensor, up_RF: Tensor, weight_R: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_RF, up_RF, weight_R)
-        return (F.silu(gate_RF.float()) * up_RF.float() * weight_R.unsqueeze(1)).to(gate_RF.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        gate_RF, up_RF, weight_R = ctx.saved_tensors
-        gate, up, grad = gate_RF.float(), up_RF.float(), grad_RF.float()
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        grad_weight_R = (grad * silu * up).sum(1)
-        grad *= weight_R.unsqueeze(1)
-        grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
-        return grad_gate.to(gate_RF.dtype), (grad * silu).to(up_RF.dtype), grad_weight_R
-
-
 class Experts(nn.Module):
     """This rank's experts, each a SwiGLU, their weights stacked and kept out × in as `torch.nn.Linear` keeps them.
 
@@ -63,11 +35,18 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self, num_local_experts: int, hidden_size: int, intermediate_size: int, *, implementation: str = "auto"
+        self,
+        num_local_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        implementation: str = "auto",
+        gemm: str = "auto",
     ) -> None:
-        """implementation: which grouped_gemm runs, auto or a name from the op's table."""
+        """implementation, gemm: which expert_mlp and which grouped_gemm run, auto or a name from the op's table."""
         super().__init__()
         self.implementation = implementation
+        self.gemm = gemm
         self.w1 = nn.Parameter(torch.empty(num_local_experts, intermediate_size, hidden_size))
         """Gate, [e, F, D]."""
         self.w3 = nn.Parameter(torch.empty(num_local_experts, intermediate_size, hidden_size))
@@ -85,7 +64,31 @@ class Experts(nn.Module):
 
         weight_R: fp32, multiplies each row's result; see dispatch/memory.py.
         """
-        gate_RF = grouped_gemm(rows_RD, self.w1, tokens_per_local_expert_e, implementation=self.implementation)
-        up_RF = grouped_gemm(rows_RD, self.w3, tokens_per_local_expert_e, implementation=self.implementation)
-        inner_RF = F.silu(gate_RF) * up_RF if weight_R is None else weighted_swiglu(gate_RF, up_RF, weight_R)
-        return grouped_gemm(inner_RF, self.w2, tokens_per_local_expert_e, implementation=self.implementation)
+        return expert_mlp(
+            rows_RD,
+            self.w1,
+            self.w3,
+            self.w2,
+            tokens_per_local_expert_e,
+            weight_R=weight_R,
+            implementation=self.implementation,
+            gemm=self.gemm,
+        )
+
+    def for_tokens(
+        self, x_TD: Tensor, token_R: Tensor, weight_R: Tensor, tokens_per_local_expert_e: Tensor
+    ) -> Tensor | None:
+        """y[t] = Σ over the rows of token t of weight · result, [T, D]; see `dispatch.local.TokenExperts`."""
+        if not can_take_tokens(x_TD, self.implementation, self.gemm):
+            return None
+        return expert_mlp(
+            x_TD,
+            self.w1,
+            self.w3,
+            self.w2,
+            tokens_per_local_expert_e,
+            weight_R=weight_R,
+            source_R=token_R,
+            implementation=self.implementation,
+            gemm=self.gemm,
+        )

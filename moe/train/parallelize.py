@@ -75,7 +75,8 @@ def parallelize(
                     len(dispatcher.local_expert_ids),
                     whole.w1.shape[2],
                     whole.w1.shape[1],
-                    implementation=ops.grouped_gemm,
+                    implementation=ops.expert_mlp,
+                    gemm=ops.grouped_gemm,
                 )
     return model
 

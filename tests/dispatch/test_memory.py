@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from backends.ops.expert_mlp.swiglu import weighted_swiglu
 from dispatch.build import build_dispatcher
 from dispatch.config import DispatchConfig, DispatchMode
 from dispatch.interface import TokenDispatcher
 from dispatch.traffic import Phase
-from moe.model.experts import Experts, weighted_swiglu
+from moe.model.experts import Experts
 from tests.dispatch.cases import CASES, expert_weights, make_inputs, output_gradient, run_experts
 from tests.process_pool import ProcessPool
 
@@ -110,13 +111,36 @@ def saved_bytes(save_memory: bool, chunks: int, alone: bool) -> tuple[int, int, 
 def test_saved_bytes_are_those_of_the_formula(
     process_pool: Callable[[int], ProcessPool], world_size: int, chunks: int
 ) -> None:
-    """fp32, D = 16, F = 24: 4·(R·D + 4·R·F + N·D) + 4·T·K with everything kept, 4·3·R·F + 4·R without."""
+    """fp32, D = 16, F = 24: 4·(R·D + 2·R·F + N·D) + 4·T·K with everything kept, 4·2·R·F + 4·R without."""
     kept = process_pool(world_size).run(saved_bytes, False, chunks, world_size == 1)
     forgotten = process_pool(world_size).run(saved_bytes, True, chunks, world_size == 1)
     for num_bytes, sent, received in kept:
-        assert num_bytes == 4 * (16 * received + 4 * 24 * received + 16 * sent) + 4 * sent
+        assert num_bytes == 4 * (16 * received + 2 * 24 * received + 16 * sent) + 4 * sent
     for num_bytes, _, received in forgotten:
-        assert num_bytes == 4 * 3 * 24 * received + 4 * received
+        assert num_bytes == 4 * 2 * 24 * received + 4 * received
+
+
+@pytest.mark.parametrize("save_memory", [False, True])
+def test_experts_that_take_tokens_keep_as_little_either_way(save_memory: bool) -> None:
+    """One rank, T = 20, R = 40: x, which is alive anyhow, gate, up and a weight per row: 4·(T·D + 2·R·F + R)."""
+    x_TD = torch.randn(20, 16, requires_grad=True)
+    weights_TK = torch.rand(20, 2, requires_grad=True)
+    ids_TK = torch.arange(40).view(20, 2) % 5
+    experts = Experts(5, 16, 24)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and tensor.dim() < 3:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    dispatcher = build("local", 5, alone=True, save_memory=save_memory)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+        y_TD = dispatcher.run(x_TD, ids_TK, weights_TK, experts)
+    y_TD.sum().backward()
+    assert sum(saved.values()) == 4 * (20 * 16 + 2 * 40 * 24 + 40)
 
 
 def test_weighted_swiglu_equals_the_plain_product() -> None:

@@ -1,0 +1,12 @@
+"""Every op with its implementations, for whoever shows them: `switchyard ls ops`, `switchyard doctor`."""
+
+from typing import Any
+
+from backends.ops import expert_mlp, grouped_gemm
+from backends.ops.table import Implementation
+
+OPS: dict[str, dict[str, Implementation[Any, Any]]] = {
+    "expert_mlp": expert_mlp.IMPLEMENTATIONS,
+    "grouped_gemm": grouped_gemm.IMPLEMENTATIONS,
+}
+"""By name, best implementation first."""
