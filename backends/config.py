@@ -13,7 +13,10 @@ class DeviceKind(Enum):
     npu = "npu"
 
 
-OP_IMPLEMENTATIONS = {"grouped_gemm": ("reference", "torch_native")}
+OP_IMPLEMENTATIONS = {
+    "expert_mlp": ("chunked", "grouped", "reference"),
+    "grouped_gemm": ("reference", "torch_native"),
+}
 """Names that backend.ops.<op> may be, beside auto: the keys of the op's table, here without loading torch."""
 
 
@@ -21,8 +24,10 @@ OP_IMPLEMENTATIONS = {"grouped_gemm": ("reference", "torch_native")}
 class OpsConfig:
     """Implementation per op: auto, or a name that `switchyard ls ops` shows. A named one that cannot run raises."""
 
+    expert_mlp: str = "auto"
+    """The experts as a whole: auto, chunked (CPU), grouped (three grouped_gemm) or reference."""
     grouped_gemm: str = "auto"
-    """auto, reference or torch_native."""
+    """auto, reference or torch_native. A named one makes expert_mlp=auto take `grouped`."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,6 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from dispatch.permute import PickOrder, Reordering
 
+_PIECE_ELEMENTS = 1 << 17
+"""Of a piece of rows in fp32. On a CPU whatever has several fp32 passes goes piece by piece, so that they meet in the cache:
+fresh temporaries of N · D elements cost more in page faults than the passes themselves."""
+
 
 def gather_rows(x_TD: Tensor, order: PickOrder) -> Tensor:
     """Copy each token's row once per kept pick: [N, D] in the order's sorting, dtype of x_TD.
@@ -45,26 +49,50 @@ def reorder_rows(rows_RD: Tensor, reordering: Reordering) -> Tensor:
     return reordered_RD
 
 
-def sum_over_picks(rows_ND: Tensor, weights_TK: Tensor | None, order: PickOrder) -> Tensor:
-    """Σ_k weight · row in fp32, [T, D]; weight 1 when None. Without a gradient: for functions with their own backward."""
-    total_TD = rows_ND.new_zeros((order.num_tokens, rows_ND.shape[1]), dtype=torch.float32)
+def sum_over_picks(
+    rows_ND: Tensor, weights_TK: Tensor | None, order: PickOrder, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Σ_k weight · row in fp32, by ascending k: [T, D], rounded once to dtype; weight 1 when None.
+
+    Without a gradient: for functions with their own backward.
+    """
+    num_tokens, hidden_size = order.num_tokens, rows_ND.shape[1]
+    total_TD = rows_ND.new_empty((num_tokens, hidden_size), dtype=dtype)
     if rows_ND.shape[0] == 0:
-        return total_TD
-    # One pass per pick rather than one [T, K, D] gather: the temporary stays K times smaller.
-    for k, row_T in enumerate(order.row_of_pick_KT):
-        weight_T1 = None if weights_TK is None else weights_TK[:, k : k + 1]
-        if order.complete:
-            picked_TD = rows_ND.index_select(0, row_T)
-        else:
-            # Masking rather than a zero weight: 0 · NaN of some other token's row would be NaN.
-            left_out_T1 = (row_T < 0).unsqueeze(1)
-            picked_TD = rows_ND.index_select(0, row_T.clamp(min=0)).masked_fill_(left_out_T1, 0)
-            weight_T1 = None if weight_T1 is None else weight_T1.masked_fill(left_out_T1, 0)
-        if weight_T1 is None:
-            total_TD += picked_TD
-        else:
-            total_TD.addcmul_(picked_TD.float(), weight_T1)
+        return total_TD.zero_()
+    step = _piece_rows(rows_ND)
+    sums_tD = rows_ND.new_empty((min(step, num_tokens), hidden_size), dtype=torch.float32)
+    picked_tD = torch.empty_like(sums_tD, dtype=rows_ND.dtype)
+    # Rows that are fp32 already need no second buffer.
+    picked_fp32_tD = picked_tD if rows_ND.dtype == torch.float32 else torch.empty_like(sums_tD)
+    for start in range(0, num_tokens, step):
+        here = slice(start, min(start + step, num_tokens))
+        sums, picked, picked_fp32 = (each[: here.stop - start] for each in (sums_tD, picked_tD, picked_fp32_tD))
+        sums.zero_()
+        for k, row_T in enumerate(order.row_of_pick_KT):
+            row_t = row_T[here]
+            weight_t1 = None if weights_TK is None else weights_TK[here, k : k + 1]
+            if order.complete:
+                torch.index_select(rows_ND, 0, row_t, out=picked)
+            else:
+                # Masking rather than a zero weight: 0 · NaN of some other token's row would be NaN.
+                left_out_t1 = (row_t < 0).unsqueeze(1)
+                torch.index_select(rows_ND, 0, row_t.clamp(min=0), out=picked)
+                picked.masked_fill_(left_out_t1, 0)
+                weight_t1 = None if weight_t1 is None else weight_t1.masked_fill(left_out_t1, 0)
+            if weight_t1 is None:
+                sums.add_(picked)
+            else:
+                sums.addcmul_(picked if picked.dtype == torch.float32 else picked_fp32.copy_(picked), weight_t1)
+        total_TD[here] = sums
     return total_TD
+
+
+def _piece_rows(rows_ND: Tensor) -> int:
+    """Rows of a piece: as the cache wants it on a CPU, all at once elsewhere."""
+    if rows_ND.device.type != "cpu":
+        return max(1, rows_ND.shape[0])
+    return max(1, _PIECE_ELEMENTS // max(1, rows_ND.shape[1]))
 
 
 class _GatherRows(torch.autograd.Function):
@@ -76,7 +104,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
-        return sum_over_picks(grad_ND, None, ctx.order).to(grad_ND.dtype), None
+        return sum_over_picks(grad_ND, None, ctx.order, grad_ND.dtype), None
 
 
 class _SumRows(torch.autograd.Function):
@@ -84,24 +112,31 @@ class _SumRows(torch.autograd.Function):
     def forward(ctx: Any, rows_ND: Tensor, topk_weights_TK: Tensor, order: PickOrder) -> Tensor:
         ctx.save_for_backward(rows_ND, topk_weights_TK)
         ctx.order = order
-        return sum_over_picks(rows_ND, topk_weights_TK.float(), order).to(rows_ND.dtype)
+        return sum_over_picks(rows_ND, topk_weights_TK.float(), order, rows_ND.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows_ND, topk_weights_TK = ctx.saved_tensors
         order: PickOrder = ctx.order
-        grad_of_row_ND = grad_TD.index_select(0, order.token_N).float()
-        grad_rows_ND = grad_weights_TK = None
-        if ctx.needs_input_grad[1]:
-            grad_weight_N = torch.linalg.vecdot(rows_ND.float(), grad_of_row_ND)
-            grad_weights_M = torch.zeros(topk_weights_TK.numel(), dtype=torch.float32, device=rows_ND.device)
-            grad_weights_M[order.pick_N] = grad_weight_N
-            grad_weights_TK = grad_weights_M.view_as(topk_weights_TK).to(topk_weights_TK.dtype)
-        if ctx.needs_input_grad[0]:
-            weight_N = topk_weights_TK.float().flatten().index_select(0, order.pick_N)
-            grad_rows_ND = grad_of_row_ND.mul_(weight_N.unsqueeze(1)).to(rows_ND.dtype)
-        return grad_rows_ND, grad_weights_TK, None
+        wants_rows, wants_weights, _ = ctx.needs_input_grad
+        weight_N = topk_weights_TK.float().flatten().index_select(0, order.pick_N)
+        grad_rows_ND = torch.empty_like(rows_ND) if wants_rows else None
+        grad_weight_N = torch.empty_like(weight_N)
+        grad_TD = grad_TD.contiguous()
+        step = _piece_rows(rows_ND)
+        for start in range(0, rows_ND.shape[0], step):
+            here = slice(start, min(start + step, rows_ND.shape[0]))
+            grad_of_row_nD = grad_TD.index_select(0, order.token_N[here]).float()
+            if wants_weights:
+                grad_weight_N[here] = torch.linalg.vecdot(rows_ND[here].float(), grad_of_row_nD)
+            if grad_rows_ND is not None:
+                grad_rows_ND[here] = grad_of_row_nD.mul_(weight_N[here].unsqueeze(1))
+        if not wants_weights:
+            return grad_rows_ND, None, None
+        grad_weights_M = torch.zeros(topk_weights_TK.numel(), dtype=torch.float32, device=rows_ND.device)
+        grad_weights_M[order.pick_N] = grad_weight_N
+        return grad_rows_ND, grad_weights_M.view_as(topk_weights_TK).to(topk_weights_TK.dtype), None
 
 
 class _AddRows(torch.autograd.Function):

@@ -569,6 +569,15 @@ def _ops(config: RunConfig) -> Iterator[Problem]:
                 rule=f"must be auto or one of {', '.join(names)}",
                 way_out=f"did you mean {near}?" if near else "see switchyard ls ops",
             )
+    ops = config.backend.ops
+    if ops.grouped_gemm != "auto" and ops.expert_mlp not in ("auto", "grouped"):
+        yield Problem(
+            path="backend.ops.grouped_gemm",
+            value=ops.grouped_gemm,
+            rule=f"has no effect with backend.ops.expert_mlp={ops.expert_mlp}",
+            way_out="choose backend.ops.expert_mlp=grouped, or backend.ops.grouped_gemm=auto",
+            involves=("backend.ops.expert_mlp",),
+        )
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (

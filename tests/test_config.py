@@ -561,6 +561,15 @@ def test_unknown_implementation_of_an_op_is_refused_with_the_nearest_name() -> N
     )
 
 
+def test_a_product_that_the_experts_do_not_use_is_refused() -> None:
+    """Also at the op's own edge: tests/backends/test_expert_mlp.py."""
+    settings = ["backend.ops.grouped_gemm=reference", "backend.ops.expert_mlp=chunked"]
+    assert re.search(
+        r"backend\.ops\.grouped_gemm \(reference\) has no effect with backend\.ops\.expert_mlp", refusal(settings)
+    )
+    load_config([settings[0], "backend.ops.expert_mlp=grouped"], "tiny")
+
+
 def test_the_listed_implementations_are_those_of_the_ops_tables() -> None:
     import importlib
 

@@ -227,6 +227,18 @@ def test_operands_that_disagree_are_refused() -> None:
         ValueError, match=r"\(fused\) is not an implementation; choose auto, chunked, grouped, reference"
     ):
         expert_mlp(case.x_SD, case.w1_EFD, case.w3_EFD, case.w2_EDF, case.counts, implementation="fused")
+    with pytest.raises(ValueError, match=r"grouped_gemm \(reference\) has no effect with .*expert_mlp=chunked; choose"):
+        expert_mlp(
+            case.x_SD, case.w1_EFD, case.w3_EFD, case.w2_EDF, case.counts, implementation="chunked", gemm="reference"
+        )
+
+
+def test_a_named_product_is_the_one_that_runs() -> None:
+    case = Case("odd_sizes", torch.float32, weighted=False, num_sources=None)
+    operands = (case.x_SD, case.w1_EFD, case.w3_EFD, case.w2_EDF, case.counts)
+    assert_close("output", expert_mlp(*operands, gemm="reference"), expert_mlp(*operands).double(), 1e-6)
+    with pytest.raises(ValueError, match=r"grouped_gemm \(torch_native\) cannot run here: .*16 bytes"):
+        expert_mlp(*operands, gemm="torch_native")
 
 
 def test_auto_says_once_that_it_falls_back(caplog: pytest.LogCaptureFixture) -> None:
