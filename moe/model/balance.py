@@ -39,14 +39,6 @@ def balance_sum_sequence(probs_sum_BE: Tensor, tokens_per_expert_BE: Tensor) -> 
     return balance_sum_batch(probs_sum_BE, tokens_per_expert_BE).sum(-1)
 
 
-def z_sum(logits_TE: Tensor, valid_T: Tensor) -> Tensor:
-    """Σ over valid tokens of logsumexp(logits)², fp32 scalar: keeps router logits small.
-
-    Source: Zoph et al. 2022, "ST-MoE", equation 5.
-    """
-    return (logits_TE.logsumexp(-1).square() * valid_T).sum()
-
-
 @torch.no_grad()
 def expert_bias_update(
     expert_bias_E: Tensor,

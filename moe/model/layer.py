@@ -6,6 +6,7 @@ Legend: B rows, S tokens of a row, T = B·S tokens, D hidden, E experts, K picks
 import torch
 from torch import Tensor, nn
 
+from backends.ops.router_topk.reference import count_picks
 from dispatch.capacity import Limiter
 from dispatch.config import DropPolicy
 from dispatch.interface import TokenDispatcher
@@ -14,7 +15,7 @@ from moe.errors import NumericError
 from moe.model.config import MoEConfig, pick_slots
 from moe.model.experts import Experts, SwiGLU
 from moe.model.outputs import RouterStats
-from moe.model.router import Router, Routing, count_picks
+from moe.model.router import Router, Routing
 from moe.model.routers.randomness import fold, mix
 from moe.model.routers.rule import TokenContext
 

@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dispatch.interface import NOT_DISPATCHED
+from backends.ops.router_topk import router_topk
+from backends.ops.router_topk.spec import Choice, Picks
 from moe.errors import NumericError
-from moe.model.balance import z_sum
 from moe.model.config import ROUTER_TRAITS, MoEConfig, RouterDType
 from moe.model.outputs import RouterStats
 from moe.model.routers.randomness import fold, mix, normal, uniform
 from moe.model.routers.registry import ROUTERS
-from moe.model.routers.rule import Picks, RouterInput, TokenContext, weigh
+from moe.model.routers.rule import RouterInput, TokenContext
 
 _ROUTE, _JITTER, _NOISE = 0, 1, 2
 """Which random numbers of a token: each use has its own."""
@@ -79,6 +79,15 @@ class Router(nn.Module):
             )
         self.moe = moe
         self.rule = ROUTERS[moe.router]
+        self.choice = Choice(
+            score=self.rule.score,
+            top_k=moe.top_k,
+            normalize=moe.normalize_topk,
+            num_groups=moe.num_groups,
+            topk_groups=moe.topk_groups,
+        )
+        self.implementation = "auto"
+        """Which router_topk runs: auto, or a name from the op's table."""
         self.stops_early = True
         """Whether a logit that is not finite raises at once; if not, the sums of the step bring the news."""
         self.layer_index = layer_index
@@ -111,19 +120,30 @@ class Router(nn.Module):
         tokens: from the model; without it a token's random numbers follow its place in the micro-batch, and
         moe.router=hash raises ValueError. Raises NumericError when a logit is not finite (on the CPU).
         """
-        valid_T = valid_BS.reshape(-1)
-        keys_T = torch.arange(valid_T.shape[0], device=x_BSD.device) if tokens is None else tokens.keys_BS.reshape(-1)
+        keys_T = torch.arange(valid_BS.numel(), device=x_BSD.device) if tokens is None else tokens.keys_BS.reshape(-1)
         logits_TE = self._logits(x_BSD.flatten(0, 1), keys_T)
         if self.stops_early:
             stop_if_not_finite(logits_TE, self.layer_index)
-        log_scores_TE = self.rule.score.log_scores(logits_TE)
-        log_probs_TE = F.log_softmax(log_scores_TE, dim=-1)
         with torch.no_grad():
-            picks = self._pick(logits_TE.detach(), valid_BS, keys_T, tokens)
-            ids_TP = picks.ids_TP.masked_fill(~valid_T[:, None], NOT_DISPATCHED)
-        weights_TP = weigh(log_scores_TE, log_probs_TE, ids_TP, self.rule.score, normalize=self.moe.normalize_topk)
-        stats = router_stats(logits_TE, log_probs_TE, ids_TP, picks.margin_T, valid_BS)
-        return Routing(ids_TP, weights_TP.float() * self.moe.routed_scale, stats)
+            picks = self._picks(logits_TE.detach(), valid_BS, keys_T, tokens)
+        routed = router_topk(
+            logits_TE,
+            valid_BS,
+            self.choice,
+            expert_bias_E=self.expert_bias,
+            picks=picks,
+            implementation=self.implementation,
+        )
+        stats = RouterStats(
+            tokens_per_expert_BE=routed.tokens_per_expert_BE,
+            router_probs_sum_BE=routed.probs_sum_BE,
+            z_sum=routed.z_sum,
+            entropy_sum=routed.entropy_sum,
+            max_logit=routed.max_logit,
+            dropped_per_expert_E=torch.zeros(self.moe.num_experts, dtype=torch.int64, device=logits_TE.device),
+            margin_sum=routed.margin_sum,
+        )
+        return Routing(routed.ids_TP, routed.weights_TP.float() * self.moe.routed_scale, stats)
 
     def _logits(self, x_TD: Tensor, keys_T: Tensor) -> Tensor:
         """[T, E], in moe.router_dtype, with the options of the configuration."""
@@ -143,7 +163,8 @@ class Router(nn.Module):
     def _keys(self, keys_T: Tensor, use: int) -> Tensor:
         return mix(keys_T ^ fold(self.moe.router_seed, self.layer_index, use))
 
-    def _pick(self, logits_TE: Tensor, valid_BS: Tensor, keys_T: Tensor, tokens: TokenContext | None) -> Picks:
+    def _picks(self, logits_TE: Tensor, valid_BS: Tensor, keys_T: Tensor, tokens: TokenContext | None) -> Picks | None:
+        """What a recording or the rule chooses; None where that is left to the op."""
         if self.replayed_ids_BSP is not None:
             if self.replayed_ids_BSP.shape[:2] != valid_BS.shape:
                 raise ValueError(
@@ -151,6 +172,8 @@ class Router(nn.Module):
                     f"rows and tokens, this batch has {list(valid_BS.shape)}; replay the batch that was recorded"
                 )
             return Picks(self.replayed_ids_BSP.flatten(0, 1), logits_TE.new_zeros(logits_TE.shape[0]))
+        if self.rule.select is None:
+            return None
         given = RouterInput(
             logits_TE=logits_TE,
             valid_BS=valid_BS,
@@ -160,39 +183,3 @@ class Router(nn.Module):
             layer_index=self.layer_index,
         )
         return self.rule.select(given, self.moe)
-
-
-def router_stats(
-    logits_TE: Tensor, log_probs_TE: Tensor, ids_TP: Tensor, margin_T: Tensor, valid_BS: Tensor
-) -> RouterStats:
-    """Sums over the valid tokens of one layer; see RouterStats for each. Nothing waits for the device."""
-    num_experts = logits_TE.shape[-1]
-    valid_T = valid_BS.reshape(-1)
-    probs_TE = log_probs_TE.exp().masked_fill(~valid_T[:, None], 0.0)
-    with torch.no_grad():
-        entropy_sum = -(probs_TE * log_probs_TE).sum()
-        sizes_TE = logits_TE.abs().masked_fill(~valid_T[:, None], 0.0)
-        max_logit = sizes_TE.amax() if sizes_TE.numel() else sizes_TE.new_zeros(())
-        margin_sum = margin_T.masked_fill(~valid_T, 0.0).sum()
-    return RouterStats(
-        tokens_per_expert_BE=count_picks(ids_TP, valid_BS.shape[0], num_experts),
-        router_probs_sum_BE=probs_TE.view(*valid_BS.shape, num_experts).sum(1).float(),
-        z_sum=z_sum(logits_TE, valid_T).float(),
-        entropy_sum=entropy_sum.float(),
-        max_logit=max_logit.float(),
-        dropped_per_expert_E=torch.zeros(num_experts, dtype=torch.int64, device=logits_TE.device),
-        margin_sum=margin_sum.float(),
-    )
-
-
-def count_picks(ids_TP: Tensor, num_rows: int, num_experts: int) -> Tensor:
-    """Picks of each expert in each row, [B, E] int64; NOT_DISPATCHED is not counted.
-
-    Integers added at integer places: exact for any number of tokens, in any order, and without `bincount`'s wait for
-    the device to learn the output's size.
-    """
-    # One place more than there are experts takes what goes nowhere.
-    places_TP = ids_TP.where(ids_TP != NOT_DISPATCHED, num_experts)
-    places_BN = places_TP.view(num_rows, places_TP.numel() // max(num_rows, 1))
-    counts = torch.zeros(num_rows, num_experts + 1, dtype=torch.int64, device=places_BN.device)
-    return counts.scatter_add_(1, places_BN, torch.ones_like(places_BN))[:, :num_experts]

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from backends.ops.router_topk.reference import z_sum
 from moe.model.balance import (
     balance_sum_batch,
     balance_sum_sequence,
     expert_bias_rate,
     expert_bias_update,
-    z_sum,
 )
 from moe.model.config import BiasRule, MoEConfig, RouterKind
 from moe.model.outputs import RouterStats

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from backends.ops.router_topk.reference import count_picks
+from backends.ops.router_topk.scores import log_sqrt_softplus
+from backends.ops.router_topk.select import stable_topk
 from moe.model.balance import expert_bias_update
 from moe.model.config import MoEConfig, RouterKind
-from moe.model.router import Router, Routing, count_picks
+from moe.model.router import Router, Routing
 from moe.model.routers.randomness import token_keys
 from moe.model.routers.replay import load_routes, recording, replaying, save_routes
-from moe.model.routers.topk import log_sqrt_softplus, stable_topk
 from tests.model.cases import build, context, f1, logits_router, packed, route, tiny_moe
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from backends.ops.router_topk.scores import SCORES
 from dispatch.interface import NOT_DISPATCHED
 from moe.errors import NumericError
 from moe.model.balance import balance_sum_batch
@@ -107,7 +108,7 @@ def test_counts_and_weights_are_as_documented(kind: RouterKind, shape: tuple[int
     assert not weights_TK[ids_TK == NOT_DISPATCHED].any()
     if moe.normalize_topk:
         torch.testing.assert_close(weights_TK[valid_T].sum(-1), torch.full((int(valid_T.sum()),), 1.5))
-    elif ROUTERS[kind].score.is_distribution:
+    elif SCORES[ROUTERS[kind].score].is_distribution:
         assert (weights_TK.sum(-1) <= 1.5 * (1 + 1e-6)).all()
     torch.testing.assert_close(stats.router_probs_sum_BE.sum(1), valid_BS.sum(1).float())
     assert stats.margin_sum >= 0

@@ -9,10 +9,11 @@ Legend: B rows, S tokens of a row, T = B·S tokens, E experts, K picks per token
 import torch
 from torch import Tensor
 
+from backends.ops.router_topk.select import stable_topk
+from backends.ops.router_topk.spec import Picks
 from moe.model.config import MoEConfig
 from moe.model.routers.randomness import fold, mix, uniform
-from moe.model.routers.rule import Picks, RouterInput, RouterRule
-from moe.model.routers.topk import SOFTMAX, stable_topk
+from moe.model.routers.rule import RouterInput, RouterRule
 
 
 def select_hash(given: RouterInput, moe: MoEConfig) -> Picks:
@@ -57,7 +58,7 @@ def _by_popularity(keys_T: Tensor, log_popularity_E: Tensor | None, moe: MoEConf
     return Picks(stable_topk(scores_TE, moe.top_k), torch.zeros(keys_T.shape, dtype=dtype, device=keys_T.device))
 
 
-HASH = RouterRule(select=select_hash, score=SOFTMAX)
-RANDOM = RouterRule(select=select_random, score=SOFTMAX)
-BALANCED = RouterRule(select=select_balanced, score=SOFTMAX)
-SKEWED = RouterRule(select=select_skewed, score=SOFTMAX)
+HASH = RouterRule(select=select_hash, score="softmax")
+RANDOM = RouterRule(select=select_random, score="softmax")
+BALANCED = RouterRule(select=select_balanced, score="softmax")
+SKEWED = RouterRule(select=select_skewed, score="softmax")

@@ -10,10 +10,11 @@ Legend: B rows, S tokens of a row, T = B·S tokens, E experts.
 import torch
 from torch import Tensor
 
+from backends.ops.router_topk.select import take_best
+from backends.ops.router_topk.spec import Picks
 from dispatch.interface import NOT_DISPATCHED
 from moe.model.config import MoEConfig
-from moe.model.routers.rule import Picks, RouterInput, RouterRule
-from moe.model.routers.topk import SOFTMAX, take_best
+from moe.model.routers.rule import RouterInput, RouterRule
 
 SINKHORN_ITERATIONS = 20
 """A fixed number, so that no iteration waits for the device to say whether it has converged."""
@@ -69,5 +70,5 @@ def select_expert_choice(given: RouterInput, moe: MoEConfig) -> Picks:
     return Picks(ids_TE, log_probs_TE.new_zeros(ids_TE.shape[0]))
 
 
-SINKHORN = RouterRule(select=select_sinkhorn, score=SOFTMAX)
-EXPERT_CHOICE = RouterRule(select=select_expert_choice, score=SOFTMAX)
+SINKHORN = RouterRule(select=select_sinkhorn, score="softmax")
+EXPERT_CHOICE = RouterRule(select=select_expert_choice, score="softmax")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dispatch.interface import NOT_DISPATCHED
+from backends.ops.router_topk.spec import Picks
 from moe.model.config import MoEConfig
 
 
@@ -42,42 +42,11 @@ class RouterInput(NamedTuple):
     layer_index: int
 
 
-class Picks(NamedTuple):
-    """Chosen experts."""
-
-    ids_TP: Tensor
-    """int64, different ones in a row, best first; NOT_DISPATCHED where a token has fewer than P."""
-    margin_T: Tensor
-    """How far the last chosen score is above the best one not chosen; 0 where that has no meaning."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """How much an expert counts for a token, as a logarithm: no sum of tiny numbers is ever formed."""
-
-    log_scores: Callable[[Tensor], Tensor]
-    """logits [T, E] -> logarithm of the scores, up to a constant per token if `is_distribution`."""
-    is_distribution: bool
-    """Whether unnormalised weights are the probabilities (scores over their sum over all E) or the scores themselves."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterRule:
     """One way of routing."""
 
-    select: Callable[[RouterInput, MoEConfig], Picks]
-    score: Score
-
-
-def weigh(log_scores_TE: Tensor, log_probs_TE: Tensor, ids_TP: Tensor, score: Score, *, normalize: bool) -> Tensor:
-    """Combine weights [T, P] of the chosen experts, differentiable; 0 for NOT_DISPATCHED.
-
-    Normalised ones are the softmax of the chosen log scores: the same number as score / Σ chosen scores, and no epsilon
-    is needed however small the scores are. For softmax scores that is "softmax after selection"; unnormalised ones are
-    then "softmax before selection", which a single pick learns from.
-    """
-    absent_TP = ids_TP == NOT_DISPATCHED
-    chosen = log_scores_TE if normalize or not score.is_distribution else log_probs_TE
-    log_TP = chosen.gather(-1, ids_TP.clamp(min=0))
-    weights_TP = log_TP.masked_fill(absent_TP, float("-inf")).softmax(-1) if normalize else log_TP.exp()
-    return weights_TP.masked_fill(absent_TP, 0.0)
+    score: str
+    """A key of `backends.ops.router_topk.scores.SCORES`."""
+    select: Callable[[RouterInput, MoEConfig], Picks] | None = None
+    """None: the K best scores of each token, which the op `router_topk` chooses itself."""
