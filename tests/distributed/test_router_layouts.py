@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dispatch.config import CapacityScope, DispatchMode
 from moe.model.config import ROUTER_TRAITS, BalanceConfig, BiasRule, RouterKind
 from moe.model.routers.registry import ROUTERS
 from moe.schema import RunConfig
@@ -118,4 +119,27 @@ def test_a_router_is_the_same_on_every_layout(
     """A06, A07, A13, A15: picks and (sign) bias to the last bit; losses, gradients, weights within 1e-5."""
     trace = pickle.loads(process_pool(layout.world_size).run(two_steps, laid_out(config_of(kind), layout))[0])
     comparison = compare_traces(oracle(kind), trace, tolerance=1e-5)
+    assert comparison.first is None, comparison.report()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    # As much room as there are experts: nothing is dropped, however uneven the load.
+    "padded": {"pad_to_capacity": True, "capacity_factor": 8.0, "capacity_scope": CapacityScope.local},
+    "limited": {"capacity_factor": 8.0},
+    "two_hop in chunks": {"mode": DispatchMode.two_hop, "chunks": 2},
+    "all_gather": {"mode": DispatchMode.all_gather},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", list(ROUTERS), ids=lambda kind: kind.name)
+def test_a_router_is_the_same_through_every_dispatcher(
+    kind: RouterKind, way: str, process_pool: Pools, oracle: Callable[[RouterKind], Trace]
+) -> None:
+    """Expert choice gives a token up to E picks, where the others give K: no way to the experts may count on K."""
+    config = laid_out(config_of(kind), Layout(2, 2, 1))
+    config = replace(config, dispatch=replace(config.dispatch, **WAYS[way]))
+    if way.startswith("two_hop"):
+        config = replace(config, parallel=replace(config.parallel, ranks_per_node=1))
+    comparison = compare_traces(oracle(kind), pickle.loads(process_pool(2).run(two_steps, config)[0]), tolerance=1e-5)
     assert comparison.first is None, comparison.report()
