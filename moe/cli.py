@@ -23,7 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return verify_layout.main(args[2:])
         arguments = _parser().parse_args(args)
-        return int(arguments.verb(arguments))
+        code = int(arguments.verb(arguments))
+        # Here and not at Python's shutdown, where a full disk would be a traceback.
+        sys.stdout.flush()
+        return code
     except SwitchyardError as error:
         print(f"switchyard: {error}", file=sys.stderr)
         return int(error.exit_code)
@@ -33,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough; keep Python's shutdown from complaining about it.
         sys.stdout = None
         return int(ExitCode.done)
+    except OSError as error:
+        sys.stdout = None
+        print(f"switchyard: {error}; look at where the output goes, and at free space", file=sys.stderr)
+        return int(ExitCode.environment)
 
 
 def _parser() -> argparse.ArgumentParser:

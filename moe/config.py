@@ -294,7 +294,12 @@ class _Reader:
             )
             self.refuse("recipe", recipe, rule, "rename it; the name goes into the run folder's")
             return None, None
-        return path.stem, path.resolve()
+        try:
+            return path.stem, path.resolve()
+        except (OSError, RuntimeError) as error:
+            # Python 3.11 raises RuntimeError for links that lead back to themselves.
+            self.refuse("recipe", recipe, f"must be a file ({error})", "give the path of the file itself")
+            return None, None
 
     def _scan_groups(self, choices: Mapping[str, str]) -> None:
         """configs/config.yaml names an option for each group, in their order; the recipe comes after them."""

@@ -43,6 +43,8 @@ class CrashRecord:
     exit_code: int
     communication: bool
     """Whether the error only says that another process could not be reached."""
+    foreseen: bool
+    """Whether the message says all that is to be said, so that nobody wants to see the code."""
     time: float
     """Seconds since the epoch."""
     host: str
@@ -69,7 +71,7 @@ class Cause:
     rank: int
     exit_code: int
     text: str
-    """Several lines: rank, step, class, message, end of the traceback, path of the record."""
+    """Several lines: rank, step, end of the traceback where it helps, path of the record, class and message."""
     certain: bool
     """False when it may be the echo of another rank's failure that has not shown yet."""
 
@@ -97,6 +99,7 @@ def record_crash(run_dir: Path, rank: int, step: int | None, error: BaseExceptio
         traceback="".join(traceback.format_exception(error)),
         exit_code=exit_code_of(error),
         communication=any(_is_communication(link) for link in _chain(error)),
+        foreseen=isinstance(error, SwitchyardError),
         time=time.time(),
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -157,9 +160,9 @@ def _told(ending: Ending, record: CrashRecord | None, path: Path, world_size: in
     who = f"rank {ending.rank} of {world_size}"
     if record is not None:
         yield f"{who} failed" + (f" at step {record.step}" if record.step is not None else "")
-        yield from _indented(f"{record.type}: {record.message}".rstrip(": ").splitlines()[:MESSAGE_LINES])
-        frames = [line for line in record.traceback.splitlines() if line.startswith("  ")]
-        yield from _indented(frames[-TRACEBACK_LINES:])
+        if not record.foreseen:
+            frames = [line for line in record.traceback.splitlines() if line.startswith("  ")]
+            yield from _indented(frames[-TRACEBACK_LINES:])
         yield f"  crash record: {path}"
     elif ending.returncode < 0:
         name = signal_name(-ending.returncode)
@@ -176,6 +179,9 @@ def _told(ending: Ending, record: CrashRecord | None, path: Path, world_size: in
         yield from _indented(_last_lines(ending.log))
     if ending.log is not None:
         yield f"  log: {ending.log}"
+    if record is not None:
+        # Last, where people look: what happened, and what to do.
+        yield from _indented(f"{record.type}: {record.message}".rstrip(": ").splitlines()[:MESSAGE_LINES])
 
 
 def _indented(lines: Sequence[str]) -> Iterator[str]:

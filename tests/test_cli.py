@@ -143,8 +143,19 @@ def test_run_makes_its_folder_starts_its_ranks_and_ends_with_0(tmp_path: Path) -
 def test_error_of_a_worker_is_printed_last_and_sets_the_exit_code() -> None:
     done = recipe("tiny", "trainer.sample_prompt=data", "run.dir=here")
     assert done.returncode == 3
-    assert re.search(r"\Aswitchyard: rank [01] of 2 failed\n  DataError: no text\n", done.stderr)
-    assert re.search(r"  crash record: here/crash/rank-[01]\.json\n(  log: .*\n)?\Z", done.stderr)
+    assert re.search(r"\Aswitchyard: rank [01] of 2 failed\n  crash record: here/crash/rank-[01]\.json\n", done.stderr)
+    assert re.search(r"\n(  log: .*\n)?  DataError: no text\n\Z", done.stderr)
+
+
+def test_output_that_cannot_be_written_is_said_without_a_traceback() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "moe.cli", "ls"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 6
+    assert done.stderr.startswith("switchyard: [Errno 28]")
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 def test_stopped_run_ends_with_75_and_says_how_to_go_on() -> None:

@@ -493,6 +493,14 @@ def test_unknown_recipe_is_refused(recipe: str, message: str) -> None:
     assert "moe.router" in refusal(["moe.router=x"], recipe)
 
 
+def test_a_link_to_itself_is_no_recipe(tmp_path: Path) -> None:
+    link = tmp_path / "loop.yaml"
+    link.symlink_to(link)
+    assert re.search(
+        r"recipe \(.*loop\.yaml\) must be a file \(.*; give the path of the file itself", refusal([], str(link))
+    )
+
+
 def test_folder_and_binary_file_are_no_recipes(tmp_path: Path) -> None:
     (tmp_path / "folder.yaml").mkdir()
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")

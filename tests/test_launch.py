@@ -303,17 +303,16 @@ def test_terminal_stays_a_terminal_for_rank_0(tmp_path: Path, environ: dict[str,
 
 
 def test_failing_rank_ends_the_others_and_is_named_last(tmp_path: Path, environ: dict[str, str]) -> None:
-    """Rank 0 is deaf to SIGTERM and has a child of its own: both are gone."""
+    """Rank 0 is deaf to SIGTERM and has a child of its own: both are gone. What we foresaw comes without our code."""
     process = supervisor("fail", tmp_path, environ)
     code, _, err = finish(process, tmp_path)
     assert code == 3
     assert len(pids(tmp_path)) == 3
     assert re.search(
         r"switchyard: rank 1 of 2 failed at step 17\n"
-        r"  DataError: token id 5000 must be below 4096\n"
-        r"(    .*\n)+"
         rf"  crash record: {re.escape(str(tmp_path))}/crash/rank-1\.json\n"
-        rf"  log: {re.escape(str(tmp_path))}/logs/rank-1\.log\n\Z",
+        rf"  log: {re.escape(str(tmp_path))}/logs/rank-1\.log\n"
+        r"  DataError: token id 5000 must be below 4096\n\Z",
         err,
     )
     failed = json.loads((tmp_path / "crash" / "rank-1.json").read_text("utf-8"))["time"]
@@ -321,10 +320,12 @@ def test_failing_rank_ends_the_others_and_is_named_last(tmp_path: Path, environ:
 
 
 def test_lost_connection_is_not_taken_for_the_cause(tmp_path: Path, environ: dict[str, str]) -> None:
-    """Rank 0 fails first, but only because rank 1 is failing."""
+    """Rank 0 fails first, but only because rank 1 is failing. Nobody foresaw that, so the code is shown."""
     code, _, err = finish(supervisor("echo-first", tmp_path, environ), tmp_path)
     assert code == 1
-    assert "rank 1 of 2 failed at step 3\n  ValueError: the true cause" in err
+    assert re.search(
+        r"rank 1 of 2 failed at step 3\n(    .*\n)+(  (crash record|log): .*\n){2}  ValueError: the true cause\n\Z", err
+    )
     assert "Connection closed" not in err
 
 
