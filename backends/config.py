@@ -16,6 +16,7 @@ class DeviceKind(Enum):
 OP_IMPLEMENTATIONS = {
     "expert_mlp": ("chunked", "grouped", "reference"),
     "grouped_gemm": ("reference", "torch_native"),
+    "router_topk": ("chunked", "reference"),
 }
 """Names that backend.ops.<op> may be, beside auto: the keys of the op's table, here without loading torch."""
 
@@ -28,6 +29,8 @@ class OpsConfig:
     """The experts as a whole: auto, chunked (CPU), grouped (three grouped_gemm) or reference."""
     grouped_gemm: str = "auto"
     """auto, reference or torch_native. A named one makes expert_mlp=auto take `grouped`."""
+    router_topk: str = "auto"
+    """From logits to picks, weights and sums: auto, chunked (CPU) or reference."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -63,7 +63,7 @@ def _backends() -> list[dict[str, Any]]:
 
 
 def _ops() -> list[dict[str, Any]]:
-    """Each implementation of each op on the device that backend=auto takes, in bf16 as the recipes run."""
+    """Each implementation of each op on the device that backend=auto takes, in the dtype in which the recipes run it."""
     import torch
 
     from backends.ops.listing import OPS
@@ -72,9 +72,12 @@ def _ops() -> list[dict[str, Any]]:
     device_type = next(name for name, module in BACKENDS.items() if module.why_not() is None)
     rows = []
     for op, implementations in OPS.items():
+        # The router computes in fp32 whatever the model's dtype is.
+        in_bf16 = any(torch.bfloat16 in record.dtypes for record in implementations.values())
+        dtype = torch.bfloat16 if in_bf16 else torch.float32
         for name, record in implementations.items():
-            note = f"on {device_type}, bf16; cost: {record.cost}"
-            why_not = record.reason_against(device_type, torch.bfloat16, None)
+            note = f"on {device_type}, {'bf16' if in_bf16 else 'fp32'}; cost: {record.cost}"
+            why_not = record.reason_against(device_type, dtype, None)
             rows.append({"name": f"{op}={name}", "why_not": why_not, "note": note})
     return rows
 

@@ -68,6 +68,7 @@ def parallelize(
                 )
                 # No agreement tells the others of a rank that stops; so the step's sums bring the news to all.
                 layer.router.stops_early = False
+            layer.router.implementation = ops.router_topk
             whole = layer.experts
             layer.dispatcher = dispatcher
             with torch.device(whole.w1.device):

