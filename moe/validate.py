@@ -10,7 +10,7 @@ from dispatch.placement import place_experts
 from moe.data.sources import source_problem
 from moe.model.config import ROUTER_TRAITS, BalanceScope, BiasRule, RouterKind
 from moe.schema import Problem, RunConfig
-from moe.train.config import EngineKind
+from moe.train.config import EngineKind, Offload, OffloadAdam
 from moe.values import nearest
 
 _MAX_SEED = 2**63 - 1
@@ -449,6 +449,32 @@ def _placement(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _offload(config: RunConfig) -> Iterator[Problem]:
+    """Where masters and moments live, and who updates them there."""
+    engine = config.engine
+    if engine.offload_optimizer is Offload.none:
+        if engine.offload_adam is not OffloadAdam.torch:
+            yield Problem(
+                path="engine.offload_adam",
+                value=engine.offload_adam.name,
+                rule="has no effect with engine.offload_optimizer=none",
+                way_out="set engine.offload_optimizer=cpu, or leave it out",
+                involves=("engine.offload_optimizer",),
+            )
+    elif engine.kind is not EngineKind.deepspeed or engine.zero_stage < 2:
+        yield Problem(
+            path="engine.offload_optimizer",
+            value=engine.offload_optimizer.name,
+            rule=(
+                "must be none with engine.kind=torch"
+                if engine.kind is not EngineKind.deepspeed
+                else f"must be none with engine.zero_stage={engine.zero_stage}: stages 2 and 3 alone can offload"
+            ),
+            way_out="set engine.zero_stage=2 or 3 (engine.kind=deepspeed), or engine.offload_optimizer=none",
+            involves=("engine.kind", "engine.zero_stage"),
+        )
+
+
 def _dispatch(config: RunConfig) -> Iterator[Problem]:
     dispatch, parallel = config.dispatch, config.parallel
     if dispatch.mode is DispatchMode.local and parallel.expert > 1:
@@ -587,6 +613,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _no_sparse_layers,
     _layout,
     _placement,
+    _offload,
     _dispatch,
     _evaluation,
     _sources,

@@ -279,7 +279,7 @@ def test_a_character_that_yaml_loses_is_refused() -> None:
         ("model.vocab_size=256", r"model\.vocab_size \(256\) must be at least 300"),
         ("moe.num_experts=0", r"moe\.num_experts \(0\) must be at least 1"),
         ("moe.load_balancing_coef=-1", r"must not be negative"),
-        ("engine.zero_stage=3", r"engine\.zero_stage \(3\) must be 0, 1 or 2"),
+        ("engine.zero_stage=4", r"engine\.zero_stage \(4\) must be 0, 1, 2 or 3"),
         ("optim.min_lr_ratio=1.5", r"must lie between 0 and 1"),
         ("trainer.seed=-1", r"trainer\.seed \(-1\) must lie between 0 and"),
         ("trainer.batch_size=0", r"trainer\.batch_size \(0\) must be at least 1"),

@@ -25,6 +25,20 @@ class Checkpointing(Enum):
     full = "full"
 
 
+class Offload(Enum):
+    """Where masters and moments live."""
+
+    none = "none"
+    cpu = "cpu"
+
+
+class OffloadAdam(Enum):
+    """Who updates them when they live in host memory."""
+
+    torch = "torch"
+    deepspeed = "deepspeed"
+
+
 class ScheduleKind(Enum):
     """Shape of the learning rate after warm-up."""
 
@@ -59,6 +73,11 @@ class EngineConfig:
     """fp32, or bf16 weights and activations with fp32 masters."""
     activation_checkpointing: Checkpointing = Checkpointing.none
     """none, or full: each block's inside is computed again in backward."""
+    offload_optimizer: Offload = Offload.none
+    """none: masters and moments beside the weights; cpu: in host memory, updated there. With zero_stage 2 and 3."""
+    offload_adam: OffloadAdam = OffloadAdam.torch
+    """Of offload_optimizer=cpu. torch: nothing to build; deepspeed: its vectorised CPU Adam, which needs a C++ compiler and
+    ninja, and takes about a minute to build the first time (kept in torch's extension cache)."""
 
 
 @dataclass(kw_only=True, slots=True)

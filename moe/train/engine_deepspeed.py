@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject import auto_ep_layer
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.utils import groups as deepspeed_groups
@@ -47,10 +48,11 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 
 from backends.device import Backend
+from moe.errors import EnvironmentProblem
 from moe.model.batch import TokenBatch
 from moe.model.outputs import ModelOutput
 from moe.model.transformer import Transformer
-from moe.train.config import EngineConfig, OptimConfig
+from moe.train.config import EngineConfig, Offload, OffloadAdam, OptimConfig
 from moe.train.engine import ParameterState, StepOutcome
 from moe.train.mesh import Mesh
 from moe.train.optim import (
@@ -65,7 +67,7 @@ from moe.train.optim import (
     is_expert,
     parameter_groups,
 )
-from moe.train.zero import stage3
+from moe.train.zero import offload, stage3
 from moe.train.zero.settings import deepspeed_settings
 from moe.train.zero.stage0 import StageZeroAdamW
 
@@ -101,6 +103,7 @@ class DeepSpeedEngine:
         self.module = module
         self._mesh = mesh
         self._stage = engine.zero_stage
+        self._offloaded = engine.offload_optimizer is not Offload.none
         self._clip_norm = optim.clip_norm
         self._accumulation = accumulation
         self._micro_batches = 0
@@ -125,14 +128,19 @@ class DeepSpeedEngine:
                 if group["name"] == EXPERT_DECAY:
                     # DeepSpeed looks the reduction group up by the name of the parameter group.
                     group.update(name=group_name, moe=True)
-        self._optimizer: torch.optim.AdamW = StageZeroAdamW(groups) if self._stage == 0 else torch.optim.AdamW(groups)
+        self._optimizer = _adam(groups, engine)
         most_elements, equal_ranks = _elements(self._parameters.values(), mesh)
         with _known_warnings(), _local_rank(mesh):
             self._engine, _, _, _ = deepspeed.initialize(
                 model=module,
                 optimizer=self._optimizer,
                 config=deepspeed_settings(
-                    optim, engine, accumulation, num_elements=most_elements, equal_ranks=equal_ranks
+                    optim,
+                    engine,
+                    accumulation,
+                    num_elements=most_elements,
+                    equal_ranks=equal_ranks,
+                    pin_memory=mesh.device.type != "cpu",
                 ),
                 dist_init_required=False,
             )
@@ -147,6 +155,7 @@ class DeepSpeedEngine:
                 # Private, condition: a public way to read moments before the first step. DeepSpeed links parameters to
                 # moments after the first step of the *first* group, when the others' moments do not exist yet.
                 self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+            self._set_steps(0)
             for name, parameter in self._parameters.items():
                 hook = parameter.register_post_accumulate_grad_hook(self._gradient_seen(name))
                 self._hooks.append(hook)
@@ -213,9 +222,10 @@ class DeepSpeedEngine:
             return self._step_stage_zero()
         with _known_warnings():
             self._engine.step()
-        return StepOutcome(
-            grad_norm=float(self._engine.get_global_grad_norm()), applied=bool(self._engine.was_step_applied())
-        )
+        applied = bool(self._engine.was_step_applied())
+        if self._offloaded and not applied:
+            offload.forget_bad_gradients(self._engine.optimizer)
+        return StepOutcome(grad_norm=float(self._engine.get_global_grad_norm()), applied=applied)
 
     def _step_stage_zero(self) -> StepOutcome:
         """Clip here: without ZeRO, DeepSpeed averages the ranks' norms although ranks hold different experts."""
@@ -273,13 +283,17 @@ class DeepSpeedEngine:
                 f"saved state holds parameters of different steps {sorted(steps)}, but ZeRO keeps one count per group; "
                 "load a state that was saved as a whole"
             )
-        for state in self._optimizer.state.values():
-            state["step"].fill_(float(next(iter(steps))))
+        self._set_steps(next(iter(steps)))
         with _known_warnings():
             if self._stage == 3:
                 stage3.write_masters_back(self._engine.optimizer)
             else:
                 self._engine.optimizer.update_lp_params()
+
+    def _set_steps(self, step: int) -> None:
+        """Set the count that each of the optimizer's states keeps: torch's AdamW a tensor, DeepSpeed's CPU Adam an int."""
+        for state in self._optimizer.state.values():
+            state["step"] = step if isinstance(self._optimizer, DeepSpeedCPUAdam) else torch.tensor(float(step))
 
     def _write_field(self, parameter: nn.Parameter, field: str, whole: Tensor) -> None:
         """Put a master weight or moment into the partitions of ZeRO 1 to 3."""
@@ -322,6 +336,24 @@ class DeepSpeedEngine:
         if self._experts_differ:
             _remove_expert_groups(self._mesh)
         del self._engine, self._optimizer
+
+
+def _adam(groups: list[dict[str, Any]], engine: EngineConfig) -> torch.optim.Optimizer:
+    """The optimizer that DeepSpeed drives.
+
+    Raises EnvironmentProblem when engine.offload_adam=deepspeed and its op cannot be built.
+    """
+    if engine.zero_stage == 0:
+        return StageZeroAdamW(groups)
+    if engine.offload_optimizer is Offload.none or engine.offload_adam is OffloadAdam.torch:
+        return torch.optim.AdamW(groups)
+    try:
+        return DeepSpeedCPUAdam(groups, adamw_mode=True)
+    except RuntimeError as error:
+        raise EnvironmentProblem(
+            f"engine.offload_adam=deepspeed: {error} ({error.__cause__}); install a C++ compiler and ninja, or set "
+            "engine.offload_adam=torch"
+        ) from error
 
 
 def _elements(parameters: Iterable[nn.Parameter], mesh: Mesh) -> tuple[int, bool]:

@@ -16,7 +16,7 @@ import pytest
 from dispatch.config import DispatchMode
 from moe.model.config import BalanceScope, RouterKind
 from moe.schema import RunConfig
-from moe.train.config import Checkpointing, DType, EngineKind
+from moe.train.config import Checkpointing, DType, EngineKind, Offload, OffloadAdam
 from moe.verify.layout import Trace, compare_traces, one_process
 from tests.process_pool import ProcessPool
 
@@ -63,6 +63,7 @@ class Case:
     ranks_per_node: int | None = None
     chunks: int = 1
     placement: tuple[int, ...] | None = None
+    offload: OffloadAdam | None = None
 
     def __str__(self) -> str:
         return (
@@ -71,6 +72,7 @@ class Case:
             f"-{self.mode.value}"
             + (f"-nodes_of_{self.ranks_per_node}" if self.ranks_per_node else "")
             + (f"-chunks{self.chunks}" if self.chunks > 1 else "")
+            + (f"-offload_{self.offload.value}" if self.offload else "")
             + (f"-placed{''.join(map(str, self.placement))}" if self.placement else "")
         )
 
@@ -91,6 +93,8 @@ class Case:
                 kind=self.engine,
                 zero_stage=self.zero_stage,
                 activation_checkpointing=self.checkpointing,
+                offload_optimizer=Offload.cpu if self.offload else Offload.none,
+                offload_adam=self.offload or OffloadAdam.torch,
             ),
             trainer=replace(base.trainer, accumulation=self.accumulation),
         )
@@ -125,6 +129,10 @@ OTHERS = [
     Case(2, 2, 1, 1, placement=(1, 0, 0, 1, 0, 1, 1, 0)),
     Case(2, 2, 0, 2, mode=DispatchMode.two_hop, placement=(1, 0, 0, 1, 1, 1, 1, 1)),
     Case(4, 2, 0, 1, engine=EngineKind.torch, placement=(0, 0, 1, 0, 0, 0, 0, 1)),
+    Case(2, 2, 2, 2, offload=OffloadAdam.torch),
+    Case(2, 2, 3, 2, offload=OffloadAdam.torch),
+    Case(4, 2, 2, 2, Checkpointing.full, offload=OffloadAdam.torch),
+    Case(4, 2, 3, 1, offload=OffloadAdam.torch),
     Case(2, 2, 3, 2, placement=(1, 0, 0, 1, 1, 1, 1, 1)),
     Case(4, 2, 3, 2, Checkpointing.full, placement=(1, 0, 0, 1, 1, 1, 1, 1), chunks=2),
     Case(4, 2, 3, 1, Checkpointing.full, router=RouterKind.sigmoid, scope=BalanceScope.batch, chunks=2),

@@ -28,7 +28,7 @@ from moe.model.batch import IGNORE_LABEL, PADDING_DOCUMENT, TokenBatch
 from moe.model.config import BalanceScope, ModelConfig, MoEConfig
 from moe.model.transformer import Transformer
 from moe.train.build import build_engine
-from moe.train.config import DType, EngineConfig, EngineKind, OptimConfig
+from moe.train.config import DType, EngineConfig, EngineKind, Offload, OffloadAdam, OptimConfig
 from moe.train.engine import Engine, ParameterState, StepOutcome
 from moe.train.engine_torch import TorchEngine
 from moe.train.mesh import Mesh, build_mesh
@@ -60,19 +60,25 @@ class Kind:
     kind: EngineKind
     stage: int = 1
     dtype: DType = DType.fp32
+    offload: OffloadAdam | None = None
 
     def __str__(self) -> str:
         name = f"zero{self.stage}" if self.kind is EngineKind.deepspeed else "torch"
-        return f"{name}-{self.dtype.value}"
+        return f"{name}-{self.dtype.value}" + (f"-offload_{self.offload.value}" if self.offload else "")
 
     @property
     def config(self) -> EngineConfig:
-        return EngineConfig(kind=self.kind, zero_stage=self.stage, dtype=self.dtype)
+        return EngineConfig(
+            kind=self.kind, zero_stage=self.stage, dtype=self.dtype,
+            offload_optimizer=Offload.cpu if self.offload else Offload.none,
+            offload_adam=self.offload or OffloadAdam.torch,
+        )  # fmt: skip
 
 
 TORCH = Kind(EngineKind.torch)
 ZERO = [Kind(EngineKind.deepspeed, stage) for stage in (0, 1, 2, 3)]
 ZERO_BF16 = [Kind(EngineKind.deepspeed, stage, DType.bf16) for stage in (0, 1, 2, 3)]
+OFFLOAD_BF16 = [Kind(EngineKind.deepspeed, stage, DType.bf16, OffloadAdam.torch) for stage in (2, 3)]
 
 
 def one_rank_mesh() -> Mesh:
@@ -243,7 +249,7 @@ def _bf16_case(kind: Kind, accumulation: int) -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("kind", ZERO_BF16, ids=str)
+@pytest.mark.parametrize("kind", [*ZERO_BF16, *OFFLOAD_BF16], ids=str)
 def test_bf16_accumulates_and_reduces_in_fp32(process_pool: Pools, kind: Kind, accumulation: int) -> None:
     """As the plain engine does, on the same layout; parameters are the rounded masters."""
     process_pool(2).run(_bf16_case, kind, accumulation)
@@ -376,7 +382,7 @@ def _resume_case(kind: Kind) -> None:
         resumed.close()
 
 
-@pytest.mark.parametrize("kind", [TORCH, replace(TORCH, dtype=DType.bf16), *ZERO, *ZERO_BF16], ids=str)
+@pytest.mark.parametrize("kind", [TORCH, replace(TORCH, dtype=DType.bf16), *ZERO, *ZERO_BF16, *OFFLOAD_BF16], ids=str)
 def test_resume_is_the_same_run(process_pool: Pools, kind: Kind) -> None:
     """A31: three steps, save, a fresh engine with other weights, load, three steps: bitwise the uninterrupted run.
 
@@ -411,7 +417,7 @@ def _non_finite_case(kind: Kind) -> None:
         untouched.close()
 
 
-@pytest.mark.parametrize("kind", [TORCH, *ZERO, *ZERO_BF16], ids=str)
+@pytest.mark.parametrize("kind", [TORCH, *ZERO, *ZERO_BF16, *OFFLOAD_BF16], ids=str)
 def test_a_non_finite_gradient_on_one_rank_changes_nothing_anywhere(process_pool: Pools, kind: Kind) -> None:
     """No weight, moment or step count moves on any rank, and the next step is as if the bad one had not been."""
     process_pool(2).run(_non_finite_case, kind)

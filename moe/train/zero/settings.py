@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from moe.train.config import DType, EngineConfig, OptimConfig
+from moe.train.config import DType, EngineConfig, Offload, OptimConfig
 
 BUCKET_ELEMENTS = 1 << 24
 """Largest bucket of a reduction or a gather. DeepSpeed's default of 5e8 would allocate 2 GB for any model."""
@@ -20,17 +20,25 @@ def kept_whole_elements(num_elements: int) -> int:
 
 
 def deepspeed_settings(
-    optim: OptimConfig, engine: EngineConfig, accumulation: int, *, num_elements: int, equal_ranks: bool = True
+    optim: OptimConfig,
+    engine: EngineConfig,
+    accumulation: int,
+    *,
+    num_elements: int,
+    equal_ranks: bool = True,
+    pin_memory: bool = False,
 ) -> dict[str, Any]:
     """Everything that matters, explicitly: several defaults would change the mathematics (clipping defaults to 1.0).
 
     num_elements: parameters of the rank that has most; the same number on all, for it decides what they exchange.
     equal_ranks: whether all have as many; if not, stage 3 fetches a weight when it is needed and lets it go after use,
     for what DeepSpeed fetches ahead and keeps depends on the sizes of what a rank holds, and would not be alike.
+    pin_memory: of what is offloaded; for accelerators.
     """
     # Even, as the gather's alignment asks.
     bucket = 2 * max(1, min(BUCKET_ELEMENTS, num_elements) // 2)
     bf16 = engine.dtype is DType.bf16 and engine.zero_stage > 0
+    offload = {"device": engine.offload_optimizer.value, "pin_memory": pin_memory}
     return {
         "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only multiplies it into counters that nobody reads
         "gradient_accumulation_steps": accumulation,
@@ -50,11 +58,13 @@ def deepspeed_settings(
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "round_robin_gradients": False,
+            "offload_optimizer": offload if engine.offload_optimizer is not Offload.none else None,
             "stage3_prefetch_bucket_size": bucket if equal_ranks else 0,
             "stage3_max_reuse_distance": REUSE_ELEMENTS if equal_ranks else 0,
             "stage3_max_live_parameters": REUSE_ELEMENTS,
             "stage3_param_persistence_threshold": kept_whole_elements(num_elements),
         },
+        "zero_force_ds_cpu_optimizer": False,  # engine.offload_adam chooses
         "steps_per_print": _NEVER,
         "wall_clock_breakdown": False,
     }
