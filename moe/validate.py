@@ -11,6 +11,7 @@ from moe.data.sources import source_problem
 from moe.model.config import ROUTER_TRAITS, BalanceScope, BiasRule, RouterKind
 from moe.schema import Problem, RunConfig
 from moe.train.config import EngineKind, Offload, OffloadAdam
+from moe.train.zero.ds_config import Ours, conflicts, read_ds_config
 from moe.values import nearest
 
 _MAX_SEED = 2**63 - 1
@@ -108,6 +109,11 @@ _RANGES: dict[str, tuple[Callable, str, str]] = {
     "dispatch.min_capacity": _NOT_NEGATIVE,
     "dispatch.max_rows_per_rank": _POSITIVE,
     "engine.zero_stage": (lambda value: value in (0, 1, 2, 3), "must be 0, 1, 2 or 3", "choose 1, the base"),
+    "engine.ds_config": (
+        lambda value: value.strip() and "\0" not in value,
+        "must name a file",
+        "write null for none",
+    ),
     "optim.lr": _ABOVE_ZERO,
     "optim.beta1": _DECAY,
     "optim.beta2": _DECAY,
@@ -475,6 +481,46 @@ def _offload(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _ds_config(config: RunConfig) -> Iterator[Problem]:
+    """A DeepSpeed configuration file: what contradicts our settings, with both sources, and what cannot be taken over."""
+    engine, moe, parallel = config.engine, config.moe, config.parallel
+    if engine.ds_config is None:
+        return
+    if engine.kind is not EngineKind.deepspeed:
+        yield Problem(
+            path="engine.ds_config",
+            value=engine.ds_config,
+            rule=f"has no effect with engine.kind={engine.kind.name}",
+            way_out="set engine.kind=deepspeed, or engine.ds_config=null",
+            involves=("engine.kind",),
+        )
+        return
+    try:
+        file = read_ds_config(engine.ds_config)
+    except ValueError as error:
+        yield Problem(path="engine.ds_config", value=engine.ds_config, rule=str(error), way_out="name a JSON file")
+        return
+    equal_ranks = moe.num_experts % parallel.expert == 0
+    if parallel.expert_placement is not None:
+        equal_ranks = len({parallel.expert_placement.count(rank) for rank in range(parallel.expert)}) == 1
+    ours = Ours(
+        engine=engine,
+        optim=config.optim,
+        accumulation=config.trainer.accumulation,
+        batch_size=config.trainer.batch_size,
+        num_ranks=parallel.nproc,
+        equal_ranks=equal_ranks,
+    )
+    for conflict in conflicts(file, ours):
+        yield Problem(
+            path=f"{engine.ds_config}:{conflict.key}",
+            value=conflict.value,
+            rule=conflict.rule,
+            way_out=conflict.way_out,
+            involves=(conflict.setting,) if conflict.setting else (),
+        )
+
+
 def _dispatch(config: RunConfig) -> Iterator[Problem]:
     dispatch, parallel = config.dispatch, config.parallel
     if dispatch.mode is DispatchMode.local and parallel.expert > 1:
@@ -614,6 +660,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _layout,
     _placement,
     _offload,
+    _ds_config,
     _dispatch,
     _evaluation,
     _sources,

@@ -78,6 +78,9 @@ class EngineConfig:
     offload_adam: OffloadAdam = OffloadAdam.torch
     """Of offload_optimizer=cpu. torch: nothing to build; deepspeed: its vectorised CPU Adam, which needs a C++ compiler and
     ninja, and takes about a minute to build the first time (kept in torch's extension cache)."""
+    ds_config: str | None = None
+    """Path of a DeepSpeed configuration (JSON). What it says of speed and memory is taken over, what contradicts the other
+    settings refused; "auto" is filled in. null: none."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -141,6 +141,7 @@ class DeepSpeedEngine:
                     num_elements=most_elements,
                     equal_ranks=equal_ranks,
                     pin_memory=mesh.device.type != "cpu",
+                    hidden_size=module.model_config.hidden_size if engine.ds_config is not None else 0,
                 ),
                 dist_init_required=False,
             )

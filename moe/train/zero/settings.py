@@ -3,6 +3,7 @@
 from typing import Any
 
 from moe.train.config import DType, EngineConfig, Offload, OptimConfig
+from moe.train.zero.ds_config import read_ds_config, tuning
 
 BUCKET_ELEMENTS = 1 << 24
 """Largest bucket of a reduction or a gather. DeepSpeed's default of 5e8 would allocate 2 GB for any model."""
@@ -27,19 +28,21 @@ def deepspeed_settings(
     num_elements: int,
     equal_ranks: bool = True,
     pin_memory: bool = False,
+    hidden_size: int = 0,
 ) -> dict[str, Any]:
     """Everything that matters, explicitly: several defaults would change the mathematics (clipping defaults to 1.0).
 
     num_elements: parameters of the rank that has most; the same number on all, for it decides what they exchange.
     equal_ranks: whether all have as many; if not, stage 3 fetches a weight when it is needed and lets it go after use,
     for what DeepSpeed fetches ahead and keeps depends on the sizes of what a rank holds, and would not be alike.
-    pin_memory: of what is offloaded; for accelerators.
+    pin_memory: of what is offloaded; for accelerators. hidden_size: of the model, for "auto" in engine.ds_config.
+    Raises ValueError when the file of engine.ds_config cannot be read; moe.validate has refused what contradicts.
     """
     # Even, as the gather's alignment asks.
     bucket = 2 * max(1, min(BUCKET_ELEMENTS, num_elements) // 2)
     bf16 = engine.dtype is DType.bf16 and engine.zero_stage > 0
     offload = {"device": engine.offload_optimizer.value, "pin_memory": pin_memory}
-    return {
+    settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only multiplies it into counters that nobody reads
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": optim.clip_norm if engine.zero_stage > 0 else 0.0,
@@ -68,3 +71,8 @@ def deepspeed_settings(
         "steps_per_print": _NEVER,
         "wall_clock_breakdown": False,
     }
+    if engine.ds_config is not None:
+        for key, value in tuning(read_ds_config(engine.ds_config), hidden_size).items():
+            section, _, name = key.rpartition(".")
+            (settings["zero_optimization"][section] if section else settings["zero_optimization"])[name] = value
+    return settings
