@@ -4,12 +4,13 @@
     python -m benchmarks.router --quick    two rows, a few seconds
     python -m benchmarks.router --write docs/benchmarks/router.md
 
-Forward and backward of one layer on one process, one thread on a CPU, against the same of its parts alone; all take
-turns, so that whatever slows the machine slows all of them, and the median share of the turns is printed. On a CPU the
-clock is the process's own computing time, elsewhere the wall's, device synchronised.
+Forward and backward of one layer on one process, one thread on a CPU, against the same of its parts alone; all take turns
+in changing order, so that whatever slows the machine slows all of them, and the median share of the turns is printed. On a
+CPU the clock is the process's own computing time, elsewhere the wall's, device synchronised.
 """
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -122,10 +123,10 @@ def shares(case: Case, device: torch.device, turns: int) -> dict[str, float]:
         return time.perf_counter()
 
     taken: dict[str, list[float]] = {name: [] for name in of_part}
-    names = list(of_part)
+    # In a new order each time: whatever comes after the layer finds its memory given back and its caches full of others.
+    shuffled = random.Random(0)
     for turn in range(turns + 1):
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
+        for name in shuffled.sample(list(of_part), len(of_part)):
             started = clock()
             of_part[name]()
             if turn:
@@ -173,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two small rows")
-    parser.add_argument("--turns", type=int, default=7, help="measured turns, after one that is left out")
+    parser.add_argument("--turns", type=int, default=15, help="measured turns, after one that is left out")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or npu")
     parser.add_argument("--write", type=Path, help="a Markdown file whose table is replaced, or made")
     options = parser.parse_args(arguments)

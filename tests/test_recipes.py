@@ -149,3 +149,23 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     found = check(done, parts, 40)
     for field in ("lm_loss", "grad_norm", "lr", "balance_loss"):
         assert [row[field] for row in found] == [row[field] for row in expected], field
+
+
+def test_two_hops_in_chunks_give_the_loss_curve_of_the_default(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The exchange never changes the mathematics: losses and gradient norms within 1e-5, two ranks that are two nodes."""
+    env = environment(tmp_path_factory)
+    curves = []
+    for name, settings in (
+        ("default", []),
+        ("two-hop", ["dispatch.mode=two_hop", "dispatch.chunks=4", "parallel.ranks_per_node=1"]),
+    ):
+        done = subprocess.run(
+            switchyard("run", "tiny", *SHRUNK, "engine.dtype=fp32", *settings, f"run.dir={tmp_path / name}"),
+            cwd=ROOT, env=env, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        curves.append([(row["lm_loss"], row["grad_norm"]) for row in check(done, tmp_path / name)])
+    assert len(curves[0]) == len(curves[1]) == 3
+    for ours, theirs in zip(*curves, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
