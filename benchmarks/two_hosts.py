@@ -302,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one rate, few cases")
     parser.add_argument("--rates", type=int, nargs="+", default=[25, 100], help="Mbit/s of the link")
     parser.add_argument("--chunk-rates", type=int, nargs="+", default=[100], help="the same for the second table")
-    parser.add_argument("--repeats", type=int, default=5, help="steps per case, after one that is left out")
+    parser.add_argument("--repeats", type=int, default=7, help="steps per case, after one that is left out")
     parser.add_argument("--write", type=Path, help="a Markdown file for the tables")
     parser.add_argument("--only", choices=("modes", "chunks"), help="one table alone")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)

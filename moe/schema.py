@@ -8,7 +8,7 @@ from dispatch.config import DispatchConfig
 from moe.data.config import DataConfig
 from moe.errors import ExitCode, SwitchyardError
 from moe.model.config import ModelConfig, MoEConfig
-from moe.train.config import EngineConfig, OptimConfig, ParallelConfig, RunSection, TrainerConfig
+from moe.train.config import EngineConfig, GuardConfig, OptimConfig, ParallelConfig, RunSection, TrainerConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,6 +24,7 @@ class RunConfig:
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)

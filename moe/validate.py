@@ -10,7 +10,7 @@ from dispatch.placement import place_experts
 from moe.data.sources import source_problem
 from moe.model.config import ROUTER_TRAITS, BalanceScope, BiasRule, RouterKind
 from moe.schema import Problem, RunConfig
-from moe.train.config import EngineKind, Offload, OffloadAdam
+from moe.train.config import EngineKind, GuardConfig, GuardPolicy, Offload, OffloadAdam
 from moe.train.zero.ds_config import Ours, conflicts, read_ds_config
 from moe.values import nearest
 
@@ -108,6 +108,9 @@ _RANGES: dict[str, tuple[Callable, str, str]] = {
     ),
     "dispatch.min_capacity": _NOT_NEGATIVE,
     "dispatch.max_rows_per_rank": _POSITIVE,
+    "guard.max_in_row": _POSITIVE,
+    "guard.z_score": _NOT_NEGATIVE,
+    "guard.window": (lambda value: value >= 20, "must be at least 20", "choose 100, the default"),
     "engine.zero_stage": (lambda value: value in (0, 1, 2, 3), "must be 0, 1, 2 or 3", "choose 1, the base"),
     "engine.ds_config": (
         lambda value: value.strip() and "\0" not in value,
@@ -611,6 +614,34 @@ def _plain(value: object) -> object:
     return value.name if isinstance(value, Enum) else value
 
 
+def _guard(config: RunConfig) -> Iterator[Problem]:
+    guard, fresh = config.guard, GuardConfig()
+    if guard.policy is GuardPolicy.stop and guard.max_in_row != fresh.max_in_row:
+        yield Problem(
+            path="guard.max_in_row",
+            value=guard.max_in_row,
+            rule="has no effect with guard.policy=stop: the first bad step ends the run",
+            way_out="choose guard.policy=skip or roll_back, or leave it out",
+            involves=("guard.policy",),
+        )
+    if not guard.z_score and guard.window != fresh.window:
+        yield Problem(
+            path="guard.window",
+            value=guard.window,
+            rule="has no effect with guard.z_score=0",
+            way_out="set guard.z_score=6, say, or leave it out",
+            involves=("guard.z_score",),
+        )
+    if guard.policy is GuardPolicy.roll_back and config.trainer.save_every == 0:
+        yield Problem(
+            path="guard.policy",
+            value="roll_back",
+            rule="must not be roll_back with trainer.save_every=0: there is no checkpoint to go back to",
+            way_out="set trainer.save_every=50, say, or choose guard.policy=skip",
+            involves=("trainer.save_every",),
+        )
+
+
 def _evaluation(config: RunConfig) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.eval_every > 0 and trainer.eval_batches == 0:
@@ -663,6 +694,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _ds_config,
     _dispatch,
     _evaluation,
+    _guard,
     _sources,
     _ops,
 )

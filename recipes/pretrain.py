@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moe.data.tokenizer import Tokenizer
     from moe.diagnostics.store import LoadLayout, MetricsStore
     from moe.model.transformer import Transformer
+    from moe.train.guard import StepGuard
     from moe.train.mesh import Mesh
 
 
@@ -94,6 +95,7 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
             accumulation=config.trainer.accumulation,
         )
         stack.callback(engine.close)
+        guard = StepGuard(config.guard)
         step = resume_run(
             run_dir,
             engine=engine,
@@ -102,6 +104,7 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
             trainer=config.trainer,
             fingerprints=data.fingerprint,
             settings=settings_of(config),
+            guard=guard,
             say=say,
         )
         if step:
@@ -120,6 +123,7 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
             training_data=TrainingData(data.train, config.data.seq_len, config.trainer.seed, config.model.vocab_size),
             heldout_data=HeldoutData(data.heldout, config.data.seq_len, config.model.vocab_size),
             trainer=config.trainer,
+            guard=guard,
             optim=config.optim,
             moe=config.moe,
             training_flops_per_token=training_flops_per_token(config.model, config.moe, config.data.seq_len),

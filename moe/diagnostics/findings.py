@@ -7,6 +7,7 @@ import numpy as np
 
 from moe.diagnostics.facts import RunFacts
 from moe.diagnostics.progress import short_number
+from moe.diagnostics.store import read_guard
 
 MAX_VIO_WATCH, MAX_VIO_ACT, MIN_OVER_FLOOR = 1.0, 2.0, 2.0
 """Imbalance counts when the busiest expert gets twice (thrice) its share, and at least twice what chance explains."""
@@ -34,7 +35,7 @@ class Finding:
     """act or watch."""
     kind: str
     """A stable name, for scripts: non_finite, unfinished, loss, dead_experts, imbalance, drops, rank_waste,
-    starving_experts or speed."""
+    starving_experts, guard or speed."""
     text: str
     """The fact: layer, experts, steps, number."""
     change: str
@@ -180,6 +181,24 @@ def _check_rank_waste(facts: RunFacts) -> list[Finding]:
     ]
 
 
+def _check_guard(facts: RunFacts) -> list[Finding]:
+    passed = read_guard(facts.run_dir)
+    if not passed:
+        return []
+    kinds = ", ".join(sorted({str(row.get("kind")) for row in passed}))
+    steps = [int(row.get("step", 0)) + 1 for row in passed]
+    return [
+        Finding(
+            level="watch",
+            kind="guard",
+            text=f"the step guard passed over {len(passed)} batches ({kinds}); the last: {passed[-1].get('text')}",
+            change="look at that data; if it is sound, lower optim.lr, raise optim.warmup_steps or guard.z_score",
+            value=float(len(passed)),
+            steps=(min(steps), max(steps)),
+        )
+    ]
+
+
 def _check_drops(facts: RunFacts) -> list[Finding]:
     rates = facts.column("drop_rate")[facts.steps >= facts.window[0]]
     rates = rates[np.isfinite(rates)]
@@ -252,6 +271,7 @@ CHECKS: tuple[Callable[[RunFacts], list[Finding]], ...] = (
     _check_loss,
     _check_dead,
     _check_imbalance,
+    _check_guard,
     _check_drops,
     _check_rank_waste,
     _check_starving,

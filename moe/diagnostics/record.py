@@ -118,6 +118,26 @@ class EvalRecord:
         return json_numbers(asdict(self))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardRecord:
+    """A step that the step guard kept from being applied, in a run that went on."""
+
+    step: int
+    """Steps done when the run went on."""
+    kind: str
+    """router, loss, labels, counts or norm."""
+    text: str
+    """What was wrong, and with which data."""
+    action: str
+    """skip or roll_back."""
+    batch: int
+    """The batch of the data that was passed over, from 0."""
+
+    def to_json(self) -> Json:
+        """Return the object for guard.jsonl."""
+        return asdict(self)
+
+
 def json_numbers(values: Mapping[str, object]) -> Json:
     """Return `values` fit for strict JSON: a float that is not finite becomes null, and is named under `nonfinite`.
 

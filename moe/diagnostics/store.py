@@ -2,6 +2,7 @@
 
     metrics.jsonl    one object a training step (`StepRecord`)
     eval.jsonl       one object a domain and evaluation (`EvalRecord`)
+    guard.jsonl      one object a step that the step guard did not let be applied (`GuardRecord`)
     load/            picks per step, MoE layer and expert: meta.json and counts.bin (`LoadLayout`)
     status.json      how far the run is meant to go, and how it stands
     events/          the same for TensorBoard, when it is installed
@@ -23,11 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe.diagnostics.record import EvalRecord, Json, StepRecord
+from moe.diagnostics.record import EvalRecord, GuardRecord, Json, StepRecord
 from moe.errors import DataError
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "eval.jsonl"
+GUARD = "guard.jsonl"
 LOAD = "load"
 STATUS = "status.json"
 EVENTS = "events"
@@ -125,6 +127,26 @@ class MetricsStore:
         self._account(self._evaluations.append(_json_line(record.to_json())))
         if self._writer is not None:
             self._add_scalars({f"eval/{record.domain}": record.lm_loss}, record.step)
+
+    def write_guard(self, record: GuardRecord) -> None:
+        """Write a step that was not applied. These lines stay when a run goes back: they say why it did."""
+        appender = _Appender(self._run_dir / GUARD)
+        self._account(appender.append(_json_line(record.to_json())))
+        appender.close()
+
+    def go_back(self, step: int) -> None:
+        """Forget the steps after `step`, which are done again. TensorBoard's curves keep both."""
+        self._metrics.close()
+        self._evaluations.close()
+        for name in (METRICS, EVALUATIONS):
+            _cut_lines_after(self._run_dir / name, step)
+        self._metrics = _Appender(self._run_dir / METRICS)
+        self._evaluations = _Appender(self._run_dir / EVALUATIONS)
+        if self._counts is not None:
+            self._counts.close()
+            _cut_load_after(self._run_dir, step, self._layout)
+            self._counts = _Appender(self._run_dir / LOAD / "counts.bin")
+        self._last_step = step
 
     def close(self) -> None:
         """Flush, write down how the run stands, and say how much was lost, if anything."""
@@ -233,6 +255,15 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """
     path = run_dir / EVALUATIONS
     return _rows(path) if path.is_file() else []
+
+
+def read_guard(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the objects of guard.jsonl in the order of writing; empty when every step was applied."""
+    path = run_dir / GUARD
+    if not path.is_file():
+        return []
+    rows = (_parse_object(line) for line in path.read_bytes().splitlines())
+    return [row for row in rows if row is not None]
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
@@ -451,6 +482,6 @@ def _set_earlier_run_aside(run_dir: Path) -> None:
         number += 1
     target = run_dir / EARLIER / str(number)
     target.mkdir(parents=True)
-    for name in (METRICS, EVALUATIONS, LOAD, STATUS, EVENTS):
+    for name in (METRICS, EVALUATIONS, GUARD, LOAD, STATUS, EVENTS):
         if (run_dir / name).exists():
             os.replace(run_dir / name, target / name)

@@ -107,6 +107,32 @@ class OptimConfig:
     """End of the cosine as a share of lr."""
 
 
+class GuardPolicy(Enum):
+    """What a step that must not be applied leads to."""
+
+    stop = "stop"
+    skip = "skip"
+    roll_back = "roll_back"
+
+
+@dataclass(kw_only=True, slots=True)
+class GuardConfig:
+    """The step guard: loss or gradients that are not finite, no label at all, wrong counts, a norm far out (docs/guard.md).
+
+    Such a step changes nothing on any rank: no weight, no moment, no bias, no place in the schedule.
+    """
+
+    policy: GuardPolicy = GuardPolicy.stop
+    """stop: end the run with exit code 5. skip: pass over the step's data and go on. roll_back: go back to the newest
+    checkpoint, and pass over that data on the way."""
+    max_in_row: int = 3
+    """Bad steps in a row that skip and roll_back bear; one more ends the run."""
+    z_score: float = 0.0
+    """A gradient norm so many spreads above the mean of good steps is bad. 0: any finite norm is good."""
+    window: int = 100
+    """Good steps over which that mean and spread are formed."""
+
+
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     """The loop."""

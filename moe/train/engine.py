@@ -4,6 +4,7 @@ Two implementations: `engine_torch.TorchEngine`, the oracle, and `engine_deepspe
 on both, and the parity harness holds one against the other.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -21,7 +22,7 @@ class StepOutcome(NamedTuple):
     grad_norm: float
     """Global L2 norm before clipping, over the whole model: dense parameters once, each expert once."""
     applied: bool
-    """False when the norm was not finite: then no rank changed anything."""
+    """False when the norm was not finite, or above the limit: then no rank changed anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +64,11 @@ class Engine(Protocol):
         """
         ...
 
-    def step(self, lr: float) -> StepOutcome:
-        """Clip by the global norm, update with learning rate lr, clear gradients."""
+    def step(self, lr: float, *, norm_limit: float = math.inf) -> StepOutcome:
+        """Clip by the global norm, update with learning rate lr, clear gradients.
+
+        norm_limit: with a norm above it nothing is updated, on any rank; a negative one updates nothing in any case.
+        """
         ...
 
     def parameter_states(self) -> Iterator[tuple[str, ParameterState]]:

@@ -59,6 +59,7 @@ from moe.train.optim import (
     EXPERT_DECAY,
     EXPERTS,
     MasterAdamW,
+    agreed_norm,
     allocate_state,
     cast_parameters,
     check_states,
@@ -68,6 +69,7 @@ from moe.train.optim import (
     parameter_groups,
 )
 from moe.train.zero import offload, stage3
+from moe.train.zero.norm_gate import NormGate
 from moe.train.zero.settings import deepspeed_settings
 from moe.train.zero.stage0 import StageZeroAdamW
 
@@ -149,6 +151,7 @@ class DeepSpeedEngine:
         self._without_gradient: set[str] = set()
         self._hooks: list[Any] = []
         if self._stage > 0:
+            self._norm_gate = NormGate(self._engine.optimizer, mesh)
             if self._stage == 3:
                 stage3.allocate_pieces(self._engine.optimizer)
             else:
@@ -213,22 +216,23 @@ class DeepSpeedEngine:
         assert isinstance(self._optimizer, MasterAdamW)
         return self._optimizer
 
-    def step(self, lr: float) -> StepOutcome:
+    def step(self, lr: float, *, norm_limit: float = math.inf) -> StepOutcome:
         """See `Engine.step`."""
         assert self._micro_batches == self._accumulation, "step() comes after the last micro-batch"
         self._micro_batches = 0
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self._stage == 0:
-            return self._step_stage_zero()
-        with _known_warnings():
+            return self._step_stage_zero(norm_limit)
+        with _known_warnings(), self._norm_gate.closed_above(norm_limit) as gate:
             self._engine.step()
         applied = bool(self._engine.was_step_applied())
         if self._offloaded and not applied:
             offload.forget_bad_gradients(self._engine.optimizer)
-        return StepOutcome(grad_norm=float(self._engine.get_global_grad_norm()), applied=applied)
+        norm = self._engine.get_global_grad_norm() if gate.norm is None or applied else gate.norm
+        return StepOutcome(grad_norm=float(norm), applied=applied)
 
-    def _step_stage_zero(self) -> StepOutcome:
+    def _step_stage_zero(self, norm_limit: float) -> StepOutcome:
         """Clip here: without ZeRO, DeepSpeed averages the ranks' norms although ranks hold different experts."""
         masters = self._masters
         gradients = {name: masters.masters[parameter].grad for name, parameter in self._parameters.items()}
@@ -239,7 +243,8 @@ class DeepSpeedEngine:
                 self._mesh.expert_group,
             )
         )
-        applied = math.isfinite(norm)
+        norm = agreed_norm(norm, norm_limit, self._mesh)
+        applied = math.isfinite(norm) and norm <= norm_limit
         if applied:
             masters.scale_gradients(clip_coefficient(norm, self._clip_norm))
             with _known_warnings():

@@ -18,6 +18,7 @@ from moe.train.engine import ParameterState, StepOutcome
 from moe.train.mesh import Mesh
 from moe.train.optim import (
     MasterAdamW,
+    agreed_norm,
     cast_parameters,
     check_states,
     clip_coefficient,
@@ -78,7 +79,7 @@ class TorchEngine:
             assert gradient is not None
             yield name, gradient
 
-    def step(self, lr: float) -> StepOutcome:
+    def step(self, lr: float, *, norm_limit: float = math.inf) -> StepOutcome:
         """See `Engine.step`."""
         gradients = dict(self.gradients())
         norm = float(
@@ -88,7 +89,8 @@ class TorchEngine:
                 self._mesh.expert_group,
             )
         )
-        applied = math.isfinite(norm)
+        norm = agreed_norm(norm, norm_limit, self._mesh)
+        applied = math.isfinite(norm) and norm <= norm_limit
         if applied:
             self._optimizer.scale_gradients(clip_coefficient(norm, self._clip_norm))
             for group in self._optimizer.param_groups:

@@ -17,12 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.errors import NumericError
 from moe.model.balance import balance_sum_batch, balance_sum_sequence
 from moe.model.batch import IGNORE_LABEL, PADDING_DOCUMENT, TokenBatch
 from moe.model.config import BalanceScope, MoEConfig, balance_terms
 from moe.model.outputs import ModelOutput, RouterStats
-from moe.model.router import not_finite_message
 from moe.model.transformer import Transformer
 
 FIGURES = ("z", "entropy", "margin", *(scope.name for scope in BalanceScope))
@@ -122,18 +120,6 @@ class StepSums:
             maxima = torch.stack([self.max_logit_L.where(finite_L, torch.inf), bad_rank_L])
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
             self.max_logit_L, self.bad_rank_L = maxima.unbind(0)
-
-    def stop_if_not_finite(self, layer_indices: Sequence[int]) -> None:
-        """Raise NumericError on every rank when a router's logits were not finite on any; after `reduce`.
-
-        On the CPU the router has stopped by itself, before dispatch. Elsewhere this one look, once a step and before the
-        update, is where the host learns of it: nothing has been changed.
-        """
-        bad = [
-            (index, int(rank) - 1) for index, rank in zip(layer_indices, self.bad_rank_L.tolist(), strict=True) if rank
-        ]
-        if bad:
-            raise NumericError(not_finite_message(*bad[0]))
 
 
 def loss_share(

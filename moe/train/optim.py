@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moe.train.config import DType, OptimConfig, ScheduleKind
 from moe.train.engine import ParameterState
+from moe.train.mesh import Mesh
 
 EXPERTS = "experts"
 """Name of the submodule whose parameters differ from rank to rank, as in `layers.3.moe.experts.w1`."""
@@ -99,6 +100,20 @@ def _norm(gradient: Tensor) -> Tensor:
 def clip_coefficient(norm: float, clip_norm: float) -> float:
     """Return the factor in (0, 1] that brings a gradient of this global norm to clip_norm; clip_norm 0 = never clip."""
     return min(1.0, clip_norm / (norm + CLIP_EPSILON)) if clip_norm > 0.0 else 1.0
+
+
+def agreed_norm(norm: float, limit: float, mesh: Mesh) -> float:
+    """The norm that all ranks hold against a limit: the largest any of them computed (collective if the limit is finite).
+
+    Sums in another order may differ in the last bit from rank to rank, and a decision must not.
+    """
+    if limit == math.inf:
+        return norm
+    largest = torch.tensor(norm if math.isfinite(norm) else math.inf, dtype=torch.float64, device="cpu")
+    if mesh.device.type != "cpu":
+        largest = largest.float().to(mesh.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.data_group)
+    return float(largest)
 
 
 def cast_parameters(module: nn.Module, dtype: DType) -> None:

@@ -12,7 +12,11 @@ from moe.train.checkpoint.load import load_checkpoint, newest_verified
 from moe.train.checkpoint.manifest import TrainState
 from moe.train.config import TrainerConfig
 from moe.train.engine import Engine
+from moe.train.guard import StepGuard, batch_of
 from moe.train.mesh import Mesh
+
+GUARD = "guard"
+"""The step guard's place in TrainState.extra."""
 
 
 def resume_run(
@@ -24,11 +28,13 @@ def resume_run(
     trainer: TrainerConfig,
     fingerprints: Mapping[str, Any],
     settings: Mapping[str, Any] | None = None,
+    guard: StepGuard | None = None,
     say: Callable[[str], None] | None = None,
 ) -> int:
     """Bring the engine to where the run begins; returns the optimizer steps already done (collective).
 
     settings: this run's whole configuration; held against the checkpoint's (see `check_settings`). None: not compared.
+    guard: takes over what the checkpoint's knew.
     say: shows a warning; None: rank 0 writes to standard error.
     Raises CheckpointError when the checkpoint cannot be loaded or is of another run, and when going on would meet
     checkpoints that are already in the run folder, for these are never written over.
@@ -56,6 +62,8 @@ def resume_run(
         check_position(source, state, trainer)
         if settings is not None:
             check_settings(source, state.settings, settings, say)
+        if guard is not None:
+            guard.load(state.extra.get(GUARD, {}))
         step = state.step
     newer = [path for path in find_checkpoints(folder) if (step_of_path(path) or 0) > step]
     if newer:
@@ -69,9 +77,11 @@ def resume_run(
 def check_position(source: Path, state: TrainState, trainer: TrainerConfig) -> None:
     """Refuse a checkpoint whose place in the data or in the schedule this run does not have."""
     step = state.step
-    if state.next_sample != step * trainer.batch_size:
+    skipped = sorted(int(batch) for batch in state.extra.get(GUARD, {}).get("skipped", ()))
+    batches = batch_of(step, skipped)
+    if state.next_sample != batches * trainer.batch_size:
         raise CheckpointError(
-            f"{source} was written with trainer.batch_size={state.next_sample // max(step, 1)}, this run has "
+            f"{source} was written with trainer.batch_size={state.next_sample // max(batches, 1)}, this run has "
             f"{trainer.batch_size}, so the data position would not be the same; restore the batch size"
         )
     if step > trainer.max_steps:

@@ -11,9 +11,14 @@ from moe.model.balance import balance_sum_batch, expert_bias_rate, expert_bias_u
 from moe.model.batch import TokenBatch
 from moe.model.config import BalanceScope, MoEConfig, balance_terms
 from moe.model.transformer import Transformer
+from moe.train.config import GuardConfig
 from moe.train.engine import Engine, StepOutcome
+from moe.train.guard import StepGuard, Trouble, find_trouble
 from moe.train.mesh import Mesh
 from moe.train.objective import FIGURES, StepCounts, StepSums, count_picks_of_step, count_tokens, loss_share
+
+NOTHING = -1.0
+"""A limit that every norm is above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +29,8 @@ class StepResult:
     counts: StepCounts
     sums: StepSums
     moe: MoEConfig
+    trouble: Trouble | None = None
+    """Why nothing was changed; None after an update."""
 
     @property
     def lm_loss(self) -> float:
@@ -119,15 +126,16 @@ def run_step(
     step: int = 1,
     max_steps: int = 1,
     before_update: Callable[[], None] | None = None,
+    guard: StepGuard | None = None,
 ) -> StepResult:
     """Forward and backward over the micro-batches, one update, one move of the expert bias.
 
     step, max_steps: number of this step (from 1) and of all; random routing and the bias's schedule depend on them.
     before_update: called between the last backward and the update (the parity harness reads gradients there).
-    Non-finite gradients change nothing anywhere: no weight, no moment, no bias.
+    guard: knows the norm above which a step is bad, and learns of good ones; None: any finite norm is good.
+    A step with trouble (StepResult.trouble) changes nothing anywhere: no weight, no moment, no bias.
 
-    Raises NumericError when router logits are not finite: on the CPU at once and on that rank, elsewhere on all ranks
-    before the update.
+    Raises NumericError on the CPU when router logits are not finite and the router stops early: before rows move.
     """
     module = engine.module
     layers = module.moe_layers()
@@ -136,8 +144,10 @@ def run_step(
     step_counts_LE = None
     if layers and len(batches) > 1 and BalanceScope.global_batch in balance_terms(moe):
         step_counts_LE = count_picks_of_step(module, batches, mesh.data_group)
+    losses = []
     for batch in batches:
         output = engine.forward(batch)
+        losses.append(output.lm_loss_sum.detach())
         share = loss_share(
             output, moe=moe, counts=counts, data_group=mesh.data_group, sums=sums, step_counts_LE=step_counts_LE
         )
@@ -145,10 +155,23 @@ def run_step(
     if before_update is not None:
         before_update()
     sums.reduce(mesh.data_group)
-    sums.stop_if_not_finite([layer.layer_index for layer in layers])
-    outcome = engine.step(lr)
+    trouble = find_trouble(
+        sums,
+        counts,
+        losses,
+        moe=moe,
+        layer_indices=[layer.layer_index for layer in layers],
+        group=mesh.data_group,
+    )
+    guard = guard or StepGuard(GuardConfig())
+    limit = guard.norm_limit() if trouble is None else NOTHING
+    outcome = engine.step(lr, norm_limit=limit)
+    if outcome.applied:
+        guard.good(outcome.grad_norm)
+    elif trouble is None:
+        trouble = guard.norm_trouble(outcome.grad_norm, limit)
     rate = expert_bias_rate(moe, step, max_steps)
     if outcome.applied and rate:
         for bias, tokens_per_expert_E in zip(expert_biases(module), sums.tokens_per_expert_LE, strict=True):
             expert_bias_update(bias, tokens_per_expert_E, rate, rule=moe.expert_bias_rule, clamp=moe.expert_bias_clamp)
-    return StepResult(outcome=outcome, counts=counts, sums=sums, moe=moe)
+    return StepResult(outcome=outcome, counts=counts, sums=sums, moe=moe, trouble=trouble)

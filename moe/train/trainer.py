@@ -15,23 +15,29 @@ from backends.device import Backend
 from moe.data.loader import HeldoutData, TrainingData, sample_index_for
 from moe.diagnostics.load import drop_rate, max_vio
 from moe.diagnostics.progress import Progress
-from moe.diagnostics.record import EvalRecord, StepRecord
+from moe.diagnostics.record import EvalRecord, GuardRecord, StepRecord
 from moe.diagnostics.store import MetricsStore
 from moe.errors import NumericError, StopRun, note_step
 from moe.model.batch import TokenBatch
 from moe.model.config import MoEConfig
 from moe.train.checkpoint.folder import CHECKPOINTS
 from moe.train.checkpoint.keeper import CheckpointKeeper
+from moe.train.checkpoint.load import load_checkpoint, newest_verified
 from moe.train.checkpoint.manifest import TrainState
 from moe.train.checkpoint.protocol import Keep
-from moe.train.config import OptimConfig, TrainerConfig
+from moe.train.config import GuardPolicy, OptimConfig, TrainerConfig
 from moe.train.engine import Engine
+from moe.train.guard import StepGuard, Trouble
 from moe.train.mesh import Mesh
 from moe.train.objective import count_tokens
 from moe.train.optim import learning_rate
+from moe.train.resume import GUARD
 from moe.train.step import StepResult, count_step, expert_biases, mean_of, run_step
 from moe.train.stop import StopFlag
 from moe.train.traffic import collect_traffic, reduce_traffic
+
+_SHOWN = 3
+"""Places that a message names."""
 
 
 @dataclass(kw_only=True)
@@ -48,6 +54,7 @@ class Trainer:
     training_data: TrainingData
     heldout_data: HeldoutData
     trainer: TrainerConfig
+    guard: StepGuard
     optim: OptimConfig
     moe: MoEConfig
     training_flops_per_token: float
@@ -65,6 +72,10 @@ class Trainer:
     """Writes the checkpoints, beside training."""
 
     def __post_init__(self) -> None:
+        if self.guard.config.policy is not GuardPolicy.stop:
+            # Bad logits shall reach the sums of the step, where all ranks see them and go on together.
+            for layer in self.engine.module.moe_layers():
+                layer.router.stops_early = False
         self.keeper = CheckpointKeeper(
             self.run_dir / CHECKPOINTS,
             engine=self.engine,
@@ -77,8 +88,8 @@ class Trainer:
     def fit(self) -> None:
         """Train to the last step, then evaluate and save.
 
-        Raises StopRun after a stop on request (a checkpoint is there), NumericError when loss or gradients are not
-        finite (nothing of that step was applied), CheckpointError when the last checkpoint cannot be written; earlier
+        Raises StopRun after a stop on request (a checkpoint is there), NumericError when the step guard ends the run
+        (nothing of that step was applied), CheckpointError when the last checkpoint cannot be written; earlier
         ones that cannot are an alarm.
         """
         try:
@@ -89,7 +100,8 @@ class Trainer:
     def _fit(self) -> None:
         while self.step < self.trainer.max_steps:
             try:
-                self._train_one_step()
+                if not self._train_one_step():
+                    continue
                 last = self.step == self.trainer.max_steps
                 if last or (self.trainer.eval_every and self.step % self.trainer.eval_every == 0):
                     self.evaluate()
@@ -102,10 +114,12 @@ class Trainer:
                 note_step(error, self.step)
                 raise
 
-    def _train_one_step(self) -> None:
+    def _train_one_step(self) -> bool:
+        """One step; False when the guard kept it from being applied and the run goes on all the same."""
         self.keeper.poll()
         started = time.perf_counter()
-        batches = self._batches(self.step)
+        batch = self.guard.batch_of(self.step)
+        batches = self._batches(batch)
         counts, stopping = count_step(batches, mesh=self.mesh, stop_requested=self.stop.requested)
         if stopping:
             self._save_and_stop()
@@ -120,15 +134,79 @@ class Trainer:
             lr=lr,
             step=self.step,
             max_steps=self.trainer.max_steps,
+            guard=self.guard,
         )
         self.backend.synchronize()
+        if result.trouble is not None:
+            if self.guard.config.policy is GuardPolicy.stop:
+                self._record(result, lr, time.perf_counter() - started)
+            self._take(result.trouble, batch)
+            return False
         self._record(result, lr, time.perf_counter() - started)
-        if not result.outcome.applied:
+        return True
+
+    def _take(self, trouble: Trouble, batch: int) -> None:
+        """Do with a bad step what the policy says; the step counts as not done.
+
+        Raises NumericError when the run shall end.
+        """
+        policy, limit = self.guard.config.policy, self.guard.config.max_in_row
+        said = f"step {self.step}: {trouble.text} ({self._data_of(trouble, batch)}); nothing was changed"
+        self.guard.bad(batch)
+        if policy is GuardPolicy.stop or self.guard.in_row > limit:
+            many = f" This was bad step {self.guard.in_row} in a row, guard.max_in_row is {limit}." if limit else ""
             raise NumericError(
-                f"step {self.step}: the gradient norm is {result.outcome.grad_norm} (language loss {result.lm_loss}); "
-                "no weight was changed. Start again (from the newest checkpoint, if there is one) with a lower optim.lr, "
-                "a longer optim.warmup_steps, or engine.dtype=fp32"
+                f"{said}.{'' if policy is GuardPolicy.stop else many} Start again (from the newest checkpoint, if there is "
+                "one) with a lower optim.lr, a longer optim.warmup_steps, engine.dtype=fp32, or guard.policy=skip to pass "
+                "over such data"
             )
+        self.step -= 1
+        going_on = "this data is passed over"
+        if policy is GuardPolicy.roll_back:
+            going_on = f"going back to step {self._roll_back()}, then this data is passed over"
+        self._say(f"{said}; {going_on} ({self.guard.in_row} in a row)")
+        if self.store is not None:
+            self.store.write_guard(
+                GuardRecord(step=self.step, kind=trouble.kind, text=said, action=policy.value, batch=batch)
+            )
+
+    def _roll_back(self) -> int:
+        """Load the newest checkpoint that every rank verifies; returns its step (collective)."""
+        self.keeper.finish()
+        folder = self.run_dir / CHECKPOINTS
+        source = newest_verified(folder, engine=self.engine, mesh=self.mesh, say=self._say)
+        if source is None:
+            raise NumericError(
+                f"{folder} has no checkpoint to go back to yet; save earlier (trainer.save_every), or choose "
+                "guard.policy=skip"
+            )
+        state = load_checkpoint(
+            source,
+            engine=self.engine,
+            mesh=self.mesh,
+            backend=self.backend,
+            fingerprints=self.fingerprints,
+            accept_changed_data=self.trainer.accept_changed_data,
+            verified=True,
+            say=self._say,
+        )
+        # What this guard has learned since stays: above all which data is bad.
+        self.step = state.step
+        if self.store is not None:
+            self.store.go_back(state.step)
+        return state.step
+
+    def _data_of(self, trouble: Trouble, batch: int) -> str:
+        """The samples of a trouble, in words."""
+        first = batch * self.trainer.batch_size
+        if not trouble.micro_steps:
+            return f"samples {first} to {first + self.trainer.batch_size - 1}"
+        shown = []
+        for rank, micro_step in trouble.micro_steps[:_SHOWN]:
+            rows = self._samples(batch, micro_step, rank)
+            shown.append(f"rank {rank}, micro-step {micro_step}: samples {rows.start} to {rows.stop - 1}")
+        more = len(trouble.micro_steps) - _SHOWN
+        return "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
 
     def evaluate(self) -> dict[str, float]:
         """Held-out loss per domain, nats per token over all ranks (collective). Leaves no trace in the training state."""
@@ -180,9 +258,10 @@ class Trainer:
         self.keeper.save(
             TrainState(
                 step=self.step,
-                next_sample=self.step * self.trainer.batch_size,
+                next_sample=self.guard.batch_of(self.step) * self.trainer.batch_size,
                 fingerprints=self.fingerprints,
                 settings=self.settings,
+                extra={GUARD: self.guard.state()},
             )
         )
 
@@ -198,18 +277,22 @@ class Trainer:
         reason = f"{self.stop.signal_name} came" if self.stop.signal_name else "another rank was asked to stop"
         raise StopRun(f"{reason}: stopped after step {self.step} of {self.trainer.max_steps}; start again to go on")
 
-    def _batches(self, step: int) -> list[TokenBatch]:
-        """This rank's micro-batches of a step."""
+    def _samples(self, batch: int, micro_step: int, rank: int) -> range:
+        """Numbers of the samples of a rank's micro-step."""
+        return sample_index_for(
+            batch,
+            micro_step,
+            rank,
+            batch_size=self.trainer.batch_size,
+            accumulation=self.trainer.accumulation,
+            world_size=self.mesh.data_size,
+        )
+
+    def _batches(self, number: int) -> list[TokenBatch]:
+        """This rank's micro-batches of a batch of the data."""
         batches = []
         for micro_step in range(self.trainer.accumulation):
-            rows = sample_index_for(
-                step,
-                micro_step,
-                self.mesh.rank,
-                batch_size=self.trainer.batch_size,
-                accumulation=self.trainer.accumulation,
-                world_size=self.mesh.data_size,
-            )
+            rows = self._samples(number, micro_step, self.mesh.rank)
             batch = self.training_data.batch(rows.start, len(rows))
             batches.append(TokenBatch(*(tensor.to(self.mesh.device) for tensor in batch)))
         return batches

@@ -38,12 +38,12 @@ def config_of(kind: EngineKind, dtype: DType, zero_stage: int, expert: int, batc
 def run_on_rank(
     config: RunConfig, folder: str, data_folder: str, *, stop_after: int | None = None, evaluate_often: bool = True,
     fault: Callable[[str], None] | None = None, data: str = "abc", leave_after: int | None = None,
-    on_step: Callable[[int], None] | None = None,
+    on_step: Callable[[int], None] | None = None, prepare: Callable[[Any], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train with the real trainer in `folder`, from its newest checkpoint; returns losses by step and final state.
 
     fault: of the checkpoints' writer. data: the data's fingerprint. leave_after: step after which to end without a save.
-    on_step: told of each step that has ended.
+    on_step: told of each step that has ended. prepare: gets the trainer before it begins.
     """
     import torch
     import torch.distributed as dist
@@ -54,6 +54,7 @@ def run_on_rank(
     from moe.errors import StopRun
     from moe.train.build import build_engine
     from moe.train.checkpoint.manifest import settings_of
+    from moe.train.guard import StepGuard
     from moe.train.mesh import build_mesh
     from moe.train.parallelize import build_model, weight_dtype
     from moe.train.resume import resume_run
@@ -69,6 +70,7 @@ def run_on_rank(
             self.losses: dict[int, tuple[float, float, float]] = {}
             self.messages: list[str] = []
             self.stalls: list[float | None] = []
+            self.guarded: list[Any] = []
 
         def write_step(self, record: StepRecord) -> None:
             self.losses[record.step] = (record.lm_loss, record.grad_norm, record.lr)
@@ -79,6 +81,12 @@ def run_on_rank(
                 raise KeyboardInterrupt
             if record.step == stop_after:
                 flag.request("SIGTERM")
+
+        def write_guard(self, record: Any) -> None:
+            self.guarded.append((record.kind, record.action, record.batch))
+
+        def go_back(self, step: int) -> None:
+            self.losses = {of: values for of, values in self.losses.items() if of <= step}
 
         def write_eval(self, record: object) -> None: ...
         def update(self, record: object) -> None: ...
@@ -101,12 +109,13 @@ def run_on_rank(
     )  # fmt: skip
     fingerprints = {"data": data}
     run_dir = Path(folder)
+    guard = StepGuard(config.guard)
     shards = tiny_shards(Path(data_folder), config.model.vocab_size)
     stopped = False
     try:
         step = resume_run(
             run_dir, engine=engine, mesh=mesh, backend=backend, trainer=config.trainer, fingerprints=fingerprints,
-            say=recorder.message,
+            guard=guard, say=recorder.message,
         )  # fmt: skip
         restored = states_of(engine)
         trainer = Trainer(
@@ -114,10 +123,12 @@ def run_on_rank(
             training_data=TrainingData([shards], config.data.seq_len, config.trainer.seed, config.model.vocab_size),
             heldout_data=HeldoutData({"tiny": shards}, config.data.seq_len, config.model.vocab_size),
             trainer=config.trainer if evaluate_often else replace(config.trainer, eval_every=0),
-            optim=config.optim, moe=config.moe, training_flops_per_token=1.0,
+            guard=guard, optim=config.optim, moe=config.moe, training_flops_per_token=1.0,
             fingerprints=fingerprints, stop=flag, store=recorder, progress=recorder, step=step,  # type: ignore[arg-type]
             settings=settings_of(config),
         )  # fmt: skip
+        if prepare is not None:
+            prepare(trainer)
         if fault is not None:
             trainer.keeper.fault = fault
         try:
@@ -135,7 +146,7 @@ def run_on_rank(
         dist.barrier()
     return {
         "losses": recorder.losses, "state": state, "biases": biases, "start": step, "stopped": stopped, "random": random,
-        "restored": restored, "messages": recorder.messages, "stalls": recorder.stalls,
+        "restored": restored, "messages": recorder.messages, "stalls": recorder.stalls, "guarded": recorder.guarded,
     }  # fmt: skip
 
 
