@@ -636,7 +636,7 @@ def _guard(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             path="guard.policy",
             value="roll_back",
-            rule="must not be roll_back with trainer.save_every=0: there is no checkpoint to go back to",
+            rule="needs a checkpoint to go back to, and trainer.save_every is 0",
             way_out="set trainer.save_every=50, say, or choose guard.policy=skip",
             involves=("trainer.save_every",),
         )
