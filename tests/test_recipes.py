@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -69,6 +70,33 @@ def test_every_recipe_runs(recipe: str, tmp_path: Path, tmp_path_factory: pytest
     )
     assert report.returncode == 0, report.stderr
     assert json.loads(report.stdout)["summary"]["steps"] == 3
+
+
+def test_ranks_per_node_come_from_the_launcher(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Two ranks whose launcher says one a machine: all that is exchanged crosses nodes, and auto measures its links."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            switchyard("run", "tiny", *SHRUNK, f"run.dir={tmp_path / 'run'}"),
+            cwd=ROOT,
+            env=environment(tmp_path_factory)
+            | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "XDG_CACHE_HOME": str(tmp_path / f"cache-{rank}")},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    rows = steps_of(tmp_path / "run")
+    assert len(rows) == 3
+    assert all(row["dispatch_bytes_across"] > 0 and row["dispatch_bytes_node"] == 0 for row in rows)
 
 
 def test_routers_are_compared_in_one_table(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

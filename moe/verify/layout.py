@@ -180,10 +180,12 @@ def describe_layout(config: RunConfig, mesh: Mesh) -> str:
 def one_process(config: RunConfig) -> RunConfig:
     """The oracle of a layout: the plain engine on one process, nothing split, nothing recomputed.
 
-    Accumulation stays where the mathematics names the micro-step (balance scopes batch and micro_batch, and the latter
-    names the rank too: it has no oracle here); the dispatcher is the reference.
+    Accumulation stays where the mathematics names the micro-step (capacity; balance scopes batch and micro_batch, and the
+    latter names the rank too: it has no oracle here); the dispatcher is the reference.
     """
-    keep = not {BalanceScope.batch, BalanceScope.micro_batch}.isdisjoint(balance_terms(config.moe))
+    keep = config.dispatch.capacity_factor is not None or not {BalanceScope.batch, BalanceScope.micro_batch}.isdisjoint(
+        balance_terms(config.moe)
+    )
     return replace(
         config,
         parallel=replace(config.parallel, nproc=1, expert=1, expert_placement=None, ranks_per_node=None),

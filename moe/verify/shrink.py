@@ -94,6 +94,15 @@ def refuse_layout_dependent(config: RunConfig) -> None:
                 way_out="use dispatch.capacity_scope=global",
             )
         )
+    if config.dispatch.max_rows_per_rank is not None:
+        problems.append(
+            Problem(
+                path="dispatch.max_rows_per_rank",
+                value=config.dispatch.max_rows_per_rank,
+                rule="bounds a rank, and which experts share one is the layout, so no layout equals another",
+                way_out="use dispatch.max_rows_per_rank=null",
+            )
+        )
     if problems:
         raise ConfigError(problems)
 

@@ -1,7 +1,9 @@
 """Capacity: which picks are kept, worked by hand, against loops, on one rank and on several, and with static shapes."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatch.build import build_dispatcher, build_limiter, build_padded_dispatcher, expert_limit
 from dispatch.capacity import ExpertLimit, Limiter, expert_capacity, keep_first, priorities, reference_keep_first
@@ -302,3 +305,59 @@ def test_static_shapes_need_nothing_on_the_host() -> None:
         assert x_TD.grad.shape == (10, 6)
     with fake, pytest.raises(Exception, match=r"_local_scalar_dense|bincount"):
         LocalDispatcher(4).run(x_TD.detach(), ids_TK, weights_TK.detach(), lambda rows, counts, *_: rows)
+
+
+class NoValueRead(TorchDispatchMode):
+    """Raises where a value of a tensor goes to the host, or a shape hangs on one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def static_collectives(seeds: list[int]) -> list[tuple[list[str], list[int]]]:
+    """For each routing after the first: all collectives of a step in order, and the sizes of what was sent."""
+    group = dist.group.WORLD
+    assert group is not None
+    config = DispatchConfig(capacity_factor=1.25, pad_to_capacity=True, capacity_scope=CapacityScope["local"])
+    dispatcher = build_padded_dispatcher(config, num_experts=6, top_k=2, group=group)
+    limit = limiter(DropPolicy.probability, 6, 2, 1.25, static=True)
+    found = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+        x_TD = torch.randn(9, 4, generator=generator, requires_grad=True)
+        weights_TK = torch.rand(9, 2, generator=generator, requires_grad=True)
+        ids_TK = torch.rand(9, 6, generator=generator).topk(2, 1).indices
+        names: list[str] = []
+        sizes: list[int] = []
+
+        def recorded(name: str, original: Any, names: list[str] = names, sizes: list[int] = sizes) -> Any:
+            def call(received: Tensor, sent: Tensor, *args: Any, **kwargs: Any) -> Any:
+                names.append(name)
+                sizes.append(sent.numel())
+                return original(received, sent, *args, **kwargs)
+
+            return call
+
+        # Lists are read through `tolist`, which goes past the dispatch mode.
+        forbidden = Mock(side_effect=AssertionError("tolist waits for the device"))
+        with ExitStack() as stack:
+            for name in ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_reduce"):
+                stack.enter_context(patch.object(dist, name, recorded(name, getattr(dist, name))))
+            if seed != seeds[0]:
+                stack.enter_context(patch.object(Tensor, "tolist", forbidden))
+                stack.enter_context(NoValueRead())
+            ids_TK = limited(limit, ids_TK, weights_TK)
+            dispatcher.run(x_TD, ids_TK, weights_TK, lambda rows, counts, *_: rows * 2).sum().backward()
+        if seed != seeds[0]:
+            found.append((names, sizes))
+    return found
+
+
+def test_static_shapes_exchange_rows_alone_after_the_first_call(process_pool: Callable[[int], ProcessPool]) -> None:
+    """Two ranks, E = 6, T = 9, K = 2: ⌈9 · 2 · 1.25 / 6⌉ = 4 rows an expert whatever the routing, 6 · 4 rows of 4."""
+    for of_rank in process_pool(2).run(static_collectives, [1, 2, 3]):
+        for names, sizes in of_rank:
+            assert names == ["all_to_all_single"] * 4, "out, home, and each reversed; no counts"
+            assert sizes == [6 * 4 * 4] * 4

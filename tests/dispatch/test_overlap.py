@@ -14,9 +14,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dispatch.all_to_all import AllToAllDispatcher
+from dispatch.build import build_dispatcher
+from dispatch.config import DispatchConfig, DispatchMode
 from dispatch.exchange import Pending
 from dispatch.overlap import Overlap, chunk_sizes
 from dispatch.placement import place_experts
+from dispatch.topology import build_topology
 from dispatch.traffic import Phase
 from tests.dispatch.cases import CASES, expert_weights, make_inputs, output_gradient, run_experts, run_layer
 from tests.dispatch.slow_link import busy, slow_all_to_all
@@ -199,6 +202,36 @@ def test_experts_work_while_rows_are_on_their_way_in_both_directions(
     process_pool: Callable[[int], ProcessPool],
 ) -> None:
     for events in process_pool(2).run(events_of, {"chunks": 3}):
+        assert events == [*FORWARD, "backward begins", *BACKWARD]
+
+
+def events_of_two_hops() -> list[str]:
+    """The same on two nodes of one rank, three chunks, in two hops: ids of all chunks go before the rows."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    x_TD, ids_TK, weights_TK = make_inputs("last_rank_without_tokens", rank, world_size, 4, 5)
+    x_TD.requires_grad_()
+    there = ["counts", "out 0", "out 1", "home 0", "out 2", "home 1", "home 2"]
+    topology = build_topology(group, 1)
+    with slow_all_to_all(there + [f"{name} reversed" for name in reversed(there[1:])]) as events:
+        number = iter(range(3))
+        dispatcher = build_dispatcher(
+            DispatchConfig(mode=DispatchMode.two_hop, chunks=3), num_experts=4, group=group, topology=topology
+        )
+
+        def experts(rows_RD: Tensor, counts_e: Tensor) -> Tensor:
+            return _Note.apply(rows_RD, f"experts {next(number)}", events)
+
+        y_TD = dispatcher.run(x_TD, ids_TK, weights_TK, experts, lambda: _Note.apply(x_TD, "beside", events))
+        events.append("backward begins")
+        y_TD.sum().backward()
+    topology.close()
+    return events
+
+
+def test_the_hop_across_nodes_is_what_is_left_under_way(process_pool: Callable[[int], ProcessPool]) -> None:
+    for events in process_pool(2).run(events_of_two_hops):
         assert events == [*FORWARD, "backward begins", *BACKWARD]
 
 

@@ -59,6 +59,7 @@ def test_shrinking_keeps_the_layout_and_says_what_it_cut(recipe: str) -> None:
             ["dispatch.capacity_factor=1.0", "dispatch.capacity_scope=local"],
             r"dispatch\.capacity_scope .* no layout equals",
         ),
+        (["dispatch.max_rows_per_rank=100"], r"dispatch\.max_rows_per_rank .* no layout equals"),
     ],
 )
 def test_what_depends_on_the_layout_by_definition_is_refused(overrides: list[str], message: str) -> None:
