@@ -141,6 +141,9 @@ def test_a_trial_confirms_what_the_criterion_says(process_pool: Callable[[int], 
 
     assert run(1, {"all_to_all": 2.0, "two_hop": 1.0}, 4) == ("two_hop", 1)
     assert run(1, {"all_to_all": 1.0, "two_hop": 2.0}, 4) == ("all_to_all", 1)
+    # The criterion stands where the trial is too close to tell.
+    assert run(1, {"all_to_all": 0.97, "two_hop": 1.0}, 4) == ("two_hop", 1)
+    assert run(1, {"all_to_all": 0.94, "two_hop": 1.0}, 4) == ("all_to_all", 1)
     # Nothing is tried where the criterion says no, where there is one node, or where the size is not known.
     assert run(1, {"all_to_all": 2.0, "two_hop": 1.0}, 1) == ("all_to_all", 0)
     assert run(2, {"all_to_all": 2.0, "two_hop": 1.0}, 4) == ("all_to_all", 0)
