@@ -387,6 +387,10 @@ def _prepare_deepspeed(mesh: Mesh, backend: Backend) -> None:
         # (a minute, and an error without compiler), and serves inference alone. By name, since the attribute
         # `deepspeed.comm.torch` is PyTorch itself.
         vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = _no_shared_memory_op
+    if accelerator == "npu":
+        # Stage 3 of 0.19.8 adds up norms in fp64 wherever the accelerator has it, and NPUs inherit "yes", although their
+        # reductions (A2, A3) take no fp64. Condition: DeepSpeed's NPU accelerator answers for itself.
+        vars(get_accelerator())["is_fp64_supported"] = _no_fp64
     with _known_warnings():
         deepspeed.init_distributed(
             dist_backend=backend.collective, auto_mpi_discovery=False, verbose=False, dist_init_required=False
@@ -411,6 +415,11 @@ def _local_rank(mesh: Mesh) -> Iterator[None]:
 
 def _no_shared_memory_op() -> None:
     """Stand in for build_shm_op: no op."""
+
+
+def _no_fp64() -> bool:
+    """Stand in for is_fp64_supported of an NPU."""
+    return False
 
 
 def _no_memory_report(message: str, force: bool = False) -> None:
