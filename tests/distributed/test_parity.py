@@ -4,160 +4,32 @@ Each case runs three optimizer steps of a small model on 2 or 4 gloo processes a
 norm, counts, bias and the weights after the last step with the plain engine on one process, the reference dispatcher,
 the same global batches. Rows have padding and different numbers of labels, so a mean of means shows.
 
-To add an axis: one more parameter of `case`, one more list in the cross.
+Cases and comparison are those of moe/verify/parity.py.
 """
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
-from dispatch.config import DispatchMode, DropPolicy
-from moe.model.config import BalanceScope, RouterKind
 from moe.schema import RunConfig
-from moe.train.config import Checkpointing, DType, EngineKind, Offload, OffloadAdam
+from moe.train.config import Checkpointing
 from moe.verify.layout import Trace, compare_traces, one_process
+from moe.verify.parity import OTHERS, TOLERANCE, Case, cross, run_cases, table
 from tests.process_pool import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
 
 
-def small(router: RouterKind = RouterKind.softmax, scope: BalanceScope = BalanceScope.sequence) -> RunConfig:
-    """A model with every part that a layout could get wrong: dense and MoE blocks, shared expert, z-loss, bias, clipping."""
-    config = RunConfig(recipe="parity")
-    return replace(
-        config,
-        model=replace(
-            config.model, vocab_size=512, hidden_size=32, num_layers=3, num_dense_layers=1, intermediate_size=48,
-            num_heads=4, num_kv_heads=2, tie_embeddings=True,
-        ),
-        moe=replace(
-            config.moe, num_experts=8, top_k=2, moe_intermediate_size=16, num_shared_experts=1, router=router,
-            load_balancing_coef=0.02, balance_scope=scope, router_z_coef=1e-3,
-            expert_bias_rate=1e-3 if router is RouterKind.sigmoid else 0.0,
-        ),
-        data=replace(config.data, seq_len=24),
-        trainer=replace(config.trainer, batch_size=8, accumulation=1, max_steps=3, seed=3),
-        # Adam's first steps are g / (|g| + eps): with eps near the rounding of g, an element whose gradient is nothing
-        # but rounding moves by a visible share of lr. A larger eps makes the update as smooth as the gradients are.
-        optim=replace(config.optim, lr=3e-3, warmup_steps=1, clip_norm=0.5, eps=1e-4),
-        engine=replace(config.engine, dtype=DType.fp32, zero_stage=1),
-        backend=replace(config.backend),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    """One layout of `small`."""
-
-    world_size: int
-    expert: int
-    zero_stage: int
-    accumulation: int = 1
-    checkpointing: Checkpointing = Checkpointing.none
-    engine: EngineKind = EngineKind.deepspeed
-    router: RouterKind = RouterKind.softmax
-    scope: BalanceScope = BalanceScope.sequence
-    mode: DispatchMode = DispatchMode.auto
-    ranks_per_node: int | None = None
-    chunks: int = 1
-    overlap: bool = True
-    capacity: float | None = None
-    drop: DropPolicy = DropPolicy.probability
-    placement: tuple[int, ...] | None = None
-    offload: OffloadAdam | None = None
-
-    def __str__(self) -> str:
-        return (
-            f"{self.engine.value}-zero{self.zero_stage}-ep{self.expert}x{self.world_size // self.expert}"
-            f"-acc{self.accumulation}-ckpt_{self.checkpointing.value}-{self.router.value}-{self.scope.value}"
-            f"-{self.mode.value}"
-            + (f"-nodes_of_{self.ranks_per_node}" if self.ranks_per_node else "")
-            + (f"-chunks{self.chunks}" if self.chunks > 1 else "")
-            + ("" if self.overlap else "-in_turn")
-            + (f"-capacity{self.capacity}_{self.drop.value}" if self.capacity else "")
-            + (f"-offload_{self.offload.value}" if self.offload else "")
-            + (f"-placed{''.join(map(str, self.placement))}" if self.placement else "")
-        )
-
-    def config(self) -> RunConfig:
-        base = small(self.router, self.scope)
-        return replace(
-            base,
-            parallel=replace(
-                base.parallel,
-                nproc=self.world_size,
-                expert=self.expert,
-                ranks_per_node=self.ranks_per_node,
-                expert_placement=None if self.placement is None else list(self.placement),
-            ),
-            dispatch=replace(
-                base.dispatch,
-                mode=self.mode,
-                chunks=self.chunks,
-                overlap_forward=self.overlap,
-                overlap_backward=self.overlap,
-                overlap_shared=self.overlap,
-                capacity_factor=self.capacity,
-                drop_policy=self.drop,
-            ),
-            engine=replace(
-                base.engine,
-                kind=self.engine,
-                zero_stage=self.zero_stage,
-                activation_checkpointing=self.checkpointing,
-                offload_optimizer=Offload.cpu if self.offload else Offload.none,
-                offload_adam=self.offload or OffloadAdam.torch,
-            ),
-            trainer=replace(base.trainer, accumulation=self.accumulation),
-        )
-
-
-# The whole cross of the layout axes on 2 and 4 processes, with the default router.
+# The layout axes with the default router; the whole cross with chunks is run by `python -m moe.verify.parity`.
 CROSS = [
-    Case(world_size, expert, zero_stage, accumulation, checkpointing)
-    for world_size, expert in ((2, 1), (2, 2), (4, 2), (4, 4))
-    for zero_stage in (0, 1, 2, 3)
-    for accumulation in (1, 2)
-    for checkpointing in Checkpointing
+    case
+    for case in cross(chunks=(1,))
     # Stage 3 takes seconds a case: of the layouts that differ least, both at once or neither.
-    if zero_stage < 3 or world_size == 2 * expert or (accumulation == 2) == (checkpointing is Checkpointing.full)
-]
-# The other axes, each on the layouts where they could go wrong.
-OTHERS = [
-    Case(2, 2, 1, 2, router=RouterKind.sigmoid),
-    Case(4, 2, 2, 2, Checkpointing.full, router=RouterKind.sigmoid, scope=BalanceScope.batch),
-    Case(4, 2, 1, 1, scope=BalanceScope.batch),
-    Case(4, 4, 0, 2, scope=BalanceScope.batch),
-    Case(2, 1, 0, 1, engine=EngineKind.torch),
-    Case(2, 2, 0, 2, engine=EngineKind.torch),
-    Case(4, 2, 0, 2, Checkpointing.full, engine=EngineKind.torch, scope=BalanceScope.batch),
-    Case(1, 1, 1, 2),
-    Case(4, 1, 1, 1),
-    Case(2, 2, 1, 1, mode=DispatchMode.all_gather),
-    Case(4, 2, 1, 2, Checkpointing.full, mode=DispatchMode.all_gather, ranks_per_node=1, chunks=2),
-    Case(2, 2, 2, 1, mode=DispatchMode.two_hop, ranks_per_node=1),
-    Case(4, 4, 1, 1, mode=DispatchMode.two_hop, ranks_per_node=2),
-    Case(4, 4, 0, 2, Checkpointing.full, mode=DispatchMode.two_hop, ranks_per_node=2, chunks=4),
-    Case(2, 2, 1, 1, placement=(1, 0, 0, 1, 0, 1, 1, 0)),
-    Case(2, 2, 0, 2, mode=DispatchMode.two_hop, placement=(1, 0, 0, 1, 1, 1, 1, 1)),
-    Case(4, 2, 0, 1, engine=EngineKind.torch, placement=(0, 0, 1, 0, 0, 0, 0, 1)),
-    Case(2, 2, 1, 2, Checkpointing.full, chunks=3),
-    Case(2, 2, 1, 1, chunks=3, overlap=False),
-    Case(4, 4, 0, 1, mode=DispatchMode.two_hop, ranks_per_node=2, chunks=2, overlap=False),
-    Case(2, 2, 1, 1, capacity=0.75),
-    Case(4, 2, 2, 1, Checkpointing.full, capacity=0.5, drop=DropPolicy.position, mode=DispatchMode.all_gather),
-    Case(4, 4, 0, 1, capacity=0.75, drop=DropPolicy.random, mode=DispatchMode.two_hop, ranks_per_node=2, chunks=2),
-    Case(2, 2, 1, 2, capacity=0.75, drop=DropPolicy.position, placement=(1, 0, 0, 1, 1, 1, 1, 1)),
-    Case(2, 2, 2, 2, offload=OffloadAdam.torch),
-    Case(2, 2, 3, 2, offload=OffloadAdam.torch),
-    Case(4, 2, 2, 2, Checkpointing.full, offload=OffloadAdam.torch),
-    Case(4, 2, 3, 1, offload=OffloadAdam.torch),
-    Case(2, 2, 3, 2, placement=(1, 0, 0, 1, 1, 1, 1, 1)),
-    Case(4, 2, 3, 2, Checkpointing.full, placement=(1, 0, 0, 1, 1, 1, 1, 1), chunks=2),
-    Case(4, 2, 3, 1, Checkpointing.full, router=RouterKind.sigmoid, scope=BalanceScope.batch, chunks=2),
-    Case(4, 4, 3, 2, mode=DispatchMode.two_hop, ranks_per_node=2, chunks=2),
+    if case.zero_stage < 3
+    or case.world_size == 2 * case.expert
+    or (case.accumulation == 2) == (case.checkpointing is Checkpointing.full)
 ]
 
 
@@ -196,5 +68,18 @@ def test_layout_gives_the_mathematics_of_one_process(
     expected = oracle(config)
     # A capacity that drops nothing would show nothing.
     assert all((int(step.dropped_per_expert_LE.sum()) > 0) == bool(case.capacity) for step in expected.steps)
-    comparison = compare_traces(expected, trace, tolerance=1e-5)
+    comparison = compare_traces(expected, trace, tolerance=TOLERANCE)
     assert comparison.first is None, comparison.report()
+
+
+def test_the_command_runs_cases_and_tells_a_departure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of `python -m moe.verify.parity`, on two of its cases; and a tolerance that nothing can meet."""
+    cases = [Case(2, 2, 1), OTHERS[4]]
+    outcomes = run_cases(cases, tmp_path)
+    assert [outcome.comparison.first for outcome in outcomes] == [None, None]
+    lines = table(outcomes).splitlines()
+    assert lines[2].startswith("| 2 | 2 × 1 | 1 | 1 | ")
+    assert lines[2].endswith(" | equal |")
+    assert str(cases[1]) in lines[-1]
+    monkeypatch.setattr("moe.verify.parity.TOLERANCE", 1e-12)
+    assert "DEPARTS" in table(run_cases(cases[:1], tmp_path / "again"))

@@ -18,7 +18,7 @@ from moe.model.routers.registry import ROUTERS
 from moe.schema import RunConfig
 from moe.train.config import Checkpointing, EngineKind
 from moe.verify.layout import Trace, compare_traces, one_process
-from tests.distributed.test_parity import small
+from moe.verify.parity import small
 from tests.process_pool import ProcessPool
 
 Pools = Callable[[int], ProcessPool]

@@ -12,7 +12,8 @@ import torch.utils.cpp_extension as cpp
 from moe.errors import EnvironmentProblem
 from moe.train.config import EngineConfig, Offload, OffloadAdam, OptimConfig
 from moe.verify.layout import compare_traces
-from tests.distributed.test_parity import Case, trace_on_rank
+from moe.verify.parity import Case
+from tests.distributed.test_parity import trace_on_rank
 from tests.process_pool import ProcessPool
 
 Pools = Callable[[int], ProcessPool]

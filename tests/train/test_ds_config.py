@@ -14,7 +14,8 @@ from moe.train.config import DType, EngineConfig, Offload, OffloadAdam, OptimCon
 from moe.train.zero.ds_config import Ours, conflicts, read_ds_config, tuning
 from moe.train.zero.settings import deepspeed_settings
 from moe.verify.layout import compare_traces, one_process
-from tests.distributed.test_parity import Case, trace_on_rank
+from moe.verify.parity import Case
+from tests.distributed.test_parity import trace_on_rank
 from tests.process_pool import ProcessPool
 
 # As Hugging Face's examples have it for ZeRO-3, but for the scheduler.

@@ -17,7 +17,8 @@ from moe.schema import RunConfig
 from moe.train.config import Checkpointing, EngineKind
 from moe.train.zero.settings import kept_whole_elements
 from moe.verify.layout import compare_traces, synthetic_batch
-from tests.distributed.test_parity import Case, trace_on_rank
+from moe.verify.parity import Case
+from tests.distributed.test_parity import trace_on_rank
 from tests.process_pool import ProcessPool
 
 Pools = Callable[[int], ProcessPool]
