@@ -7,7 +7,11 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint types contracts unit clean
+# Triton, for the tests of our kernels: beside the environment, since a CPU build of torch in it must not find triton.
+KERNELS := .kernels
+TRITON := triton==3.9.0
+
+.PHONY: gpu kernels install demo test lint types contracts unit clean
 
 install: $(STAMP)
 
@@ -34,8 +38,20 @@ types: install
 contracts: install
 	$(BIN)/lint-imports
 
-unit: install
+unit: install $(KERNELS)/.installed
 	$(BIN)/python -m pytest
 
+$(KERNELS)/.installed: Makefile $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(KERNELS) '$(TRITON)'
+	@touch $@
+
+# Writes the table of registers and shared memory again; read the difference before committing it.
+kernels: install $(KERNELS)/.installed
+	PYTHONPATH=$(KERNELS) $(BIN)/python -m backends.ops.kernels tests/backends/kernels.json
+
+# On a machine with an NVIDIA GPU and a CUDA build of torch; elsewhere it stops with status 3.
+gpu: install
+	$(BIN)/python -m tests.backends.on_gpu
+
 clean:
-	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(KERNELS) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

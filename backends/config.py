@@ -15,7 +15,7 @@ class DeviceKind(Enum):
 
 OP_IMPLEMENTATIONS = {
     "expert_mlp": ("chunked", "grouped", "reference"),
-    "grouped_gemm": ("reference", "torch_native"),
+    "grouped_gemm": ("reference", "torch_native", "triton"),
     "router_topk": ("chunked", "reference"),
 }
 """Names that backend.ops.<op> may be, beside auto: the keys of the op's table, here without loading torch."""
@@ -28,7 +28,7 @@ class OpsConfig:
     expert_mlp: str = "auto"
     """The experts as a whole: auto, chunked (CPU), grouped (three grouped_gemm) or reference."""
     grouped_gemm: str = "auto"
-    """auto, reference or torch_native. A named one makes expert_mlp=auto take `grouped`."""
+    """auto, reference, torch_native or triton (cuda). A named one makes expert_mlp=auto take `grouped`."""
     router_topk: str = "auto"
     """From logits to picks, weights and sums: auto, chunked (CPU) or reference."""
 

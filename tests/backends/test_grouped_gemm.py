@@ -15,6 +15,9 @@ GRAD_ROWS_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float
 GRAD_WEIGHT_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Largest error relative to the largest element: half an ulp of one rounding in bf16 and fp16, sums are fp32."""
 
+ON_CPU = [name for name, implementation in IMPLEMENTATIONS.items() if "cpu" in implementation.devices]
+"""The Triton kernels are tested in tests/backends/test_kernels.py."""
+
 # tokens per expert, D, F
 SHAPES = {
     "even": ([8, 8, 8, 8], 32, 48),
@@ -92,7 +95,7 @@ def check(implementation: str, shape: tuple[list[int], int, int], dtype: torch.d
 @pytest.mark.usefixtures("_nan_in_fresh_memory")
 @pytest.mark.parametrize("dtype", OUTPUT_TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ON_CPU)
 def test_equals_float64(implementation: str, shape: str, dtype: torch.dtype) -> None:
     check(implementation, SHAPES[shape], dtype)
 
@@ -106,14 +109,14 @@ def test_odd_sizes_equal_float64(implementation: str, shape: str, dtype: torch.d
 
 
 @pytest.mark.usefixtures("_nan_in_fresh_memory")
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ON_CPU)
 def test_idle_experts_have_zero_gradient_three_steps_long(implementation: str) -> None:
     """A22: experts 1 and 3 of 4 get nothing, in dirty memory; the first step's memory is often clean by luck."""
     for _ in range(3):
         check(implementation, ([6, 0, 5, 0], 64, 64), torch.float32)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ON_CPU)
 def test_takes_an_expanded_gradient_and_strided_operands(implementation: str) -> None:
     rows_DR = torch.randn(16, 6, requires_grad=True)
     weight_EDF = torch.randn(2, 16, 8, requires_grad=True)
@@ -124,7 +127,7 @@ def test_takes_an_expanded_gradient_and_strided_operands(implementation: str) ->
     assert_close("grad_weight", weight_EDF.grad, expected["grad_weight"].transpose(1, 2), 1e-6)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ON_CPU)
 def test_computes_only_the_gradients_that_are_wanted(implementation: str) -> None:
     rows_RD, weight_EFD, _, counts = operands([2, 3], 16, 16, torch.float32)
     weight_EFD.requires_grad_()
@@ -139,7 +142,11 @@ def test_a_named_implementation_that_cannot_run_raises_with_the_reason() -> None
         grouped_gemm(rows_RD, weight_EFD, counts, implementation="torch_native")
     with pytest.raises(ValueError, match=r"it takes .*torch\.float16, not torch\.float64"):
         grouped_gemm(rows_RD.double(), weight_EFD.double(), counts, implementation="torch_native")
-    with pytest.raises(ValueError, match=r"\(cublas\) is not an implementation; choose auto, torch_native, reference"):
+    with pytest.raises(ValueError, match=r"\(triton\) cannot run here: it runs on cuda, not on cpu; choose .*=auto"):
+        grouped_gemm(rows_RD, weight_EFD, counts, implementation="triton")
+    with pytest.raises(
+        ValueError, match=r"\(cublas\) is not an implementation; choose auto, torch_native, triton, reference"
+    ):
         grouped_gemm(rows_RD, weight_EFD, counts, implementation="cublas")
 
 
