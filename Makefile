@@ -47,7 +47,7 @@ $(KERNELS)/.installed: Makefile $(STAMP)
 
 # Writes the table of registers and shared memory again; read the difference before committing it.
 kernels: install $(KERNELS)/.installed
-	PYTHONPATH=$(KERNELS) $(BIN)/python -m backends.ops.kernels tests/backends/kernels.json
+	TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$(KERNELS) $(BIN)/python -m backends.ops.kernels tests/backends/kernels.json
 
 # On a machine with an NVIDIA GPU and a CUDA build of torch; elsewhere it stops with status 3.
 gpu: install

@@ -79,22 +79,27 @@ def _rows_times_weight(a_RK: Tensor, weight: Tensor, offsets: Tensor, *, weight_
     from backends.ops.grouped_gemm import triton_kernels
 
     columns = weight.shape[1 if weight_is_nk else 2]
-    y_RN = a_RK.new_empty(a_RK.shape[0], columns)
+    y_RN = a_RK.new_empty(a_RK.shape[0], columns, dtype=_stored(a_RK.dtype))
     if y_RN.numel():
         triton_kernels.rows_times_weight[_grid(a_RK)](
             a_RK, weight, y_RN, offsets, len(weight), a_RK.shape[1], columns, WEIGHT_IS_NK=weight_is_nk, **_how(a_RK)
         )
-    return y_RN
+    return y_RN.to(a_RK.dtype)
 
 
 def _weight_gradient(grad_RF: Tensor, rows_RD: Tensor, weight_EFD: Tensor, offsets: Tensor) -> Tensor:
     from backends.ops.grouped_gemm import triton_kernels
 
-    grad_weight_EFD = torch.empty_like(weight_EFD)
+    grad_weight_EFD = torch.empty_like(weight_EFD, dtype=_stored(weight_EFD.dtype))
     triton_kernels.weight_gradient[_grid(rows_RD)](
         grad_RF, rows_RD, grad_weight_EFD, offsets, *weight_EFD.shape, **_how(rows_RD)
     )
-    return grad_weight_EFD
+    return grad_weight_EFD.to(weight_EFD.dtype)
+
+
+def _stored(dtype: torch.dtype) -> torch.dtype:
+    """What the kernels write. The interpreter cuts fp32 to bf16 without rounding (triton 3.9): there torch rounds."""
+    return torch.float32 if _interpreted() and dtype is torch.bfloat16 else dtype
 
 
 def _interpreted() -> bool:
