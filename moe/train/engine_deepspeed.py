@@ -21,9 +21,8 @@ import contextlib
 import importlib
 import logging
 import math
-import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -69,6 +68,7 @@ from moe.train.optim import (
     parameter_groups,
 )
 from moe.train.zero import offload, stage3
+from moe.train.zero.host import elements_of_ranks, local_rank_set
 from moe.train.zero.norm_gate import NormGate
 from moe.train.zero.settings import deepspeed_settings
 from moe.train.zero.stage0 import StageZeroAdamW
@@ -131,8 +131,8 @@ class DeepSpeedEngine:
                     # DeepSpeed looks the reduction group up by the name of the parameter group.
                     group.update(name=group_name, moe=True)
         self._optimizer = _adam(groups, engine)
-        most_elements, equal_ranks = _elements(self._parameters.values(), mesh)
-        with _known_warnings(), _local_rank(mesh):
+        most_elements, equal_ranks = elements_of_ranks(self._parameters.values(), mesh)
+        with _known_warnings(), local_rank_set(mesh):
             self._engine, _, _, _ = deepspeed.initialize(
                 model=module,
                 optimizer=self._optimizer,
@@ -362,15 +362,6 @@ def _adam(groups: list[dict[str, Any]], engine: EngineConfig) -> torch.optim.Opt
         ) from error
 
 
-def _elements(parameters: Iterable[nn.Parameter], mesh: Mesh) -> tuple[int, bool]:
-    """Elements on the rank that holds most, and whether all ranks hold as many (collective)."""
-    own = sum(p.numel() for p in parameters)
-    bounds = torch.tensor([own, -own], dtype=torch.int64, device=mesh.device)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.data_group)
-    most, least = int(bounds[0]), -int(bounds[1])
-    return most, most == least
-
-
 def _prepare_deepspeed(mesh: Mesh, backend: Backend) -> None:
     """Bring DeepSpeed's process-wide state into line with ours; safe to repeat."""
     accelerator = get_accelerator().device_name()
@@ -398,19 +389,6 @@ def _prepare_deepspeed(mesh: Mesh, backend: Backend) -> None:
     # Private, condition: deepspeed.initialize takes process groups. It clones the world once per process and would keep
     # the clone of a job that has been torn down.
     deepspeed_groups._WORLD_GROUP = mesh.data_group
-
-
-@contextlib.contextmanager
-def _local_rank(mesh: Mesh) -> Iterator[None]:
-    """LOCAL_RANK, which DeepSpeed demands at construction even where no launcher has set it."""
-    if "LOCAL_RANK" in os.environ:
-        yield
-        return
-    os.environ["LOCAL_RANK"] = str(mesh.device.index or 0)
-    try:
-        yield
-    finally:
-        del os.environ["LOCAL_RANK"]
 
 
 def _no_shared_memory_op() -> None:
