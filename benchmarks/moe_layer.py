@@ -47,6 +47,8 @@ SHAPES = {
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 GEMM = "gemm"
 """The plain matrix product among the contenders."""
+MARK = "<!-- measured -->"
+"""Of the file that --write fills: above it stands what people wrote."""
 _GEMM_SIZE, _GEMM_CALLS = 1024, 12
 _WARM_TURNS = 3
 _TOO_SLOW_S = 3.0
@@ -314,6 +316,9 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=4, help="of each contender; more while the machine is busy")
     parser.add_argument("--seconds", type=float, default=10.0, help="per row, after which no new turn begins")
+    parser.add_argument(
+        "--write", type=Path, help=f"a Markdown file; what follows {MARK} in it is replaced, or it is made"
+    )
     parser.add_argument("--json", type=Path, help="also write all medians there")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -341,27 +346,48 @@ def main() -> None:
         for dtype in arguments.dtypes
         for routing in arguments.routings
     ]
-    print(f"{datetime.date.today()}, {describe(arguments.device)}, {options.threads} threads over all ranks\n")
-    for shape in shapes:
-        print(
-            f"- {shape.name}: E={shape.num_experts} K={shape.top_k} D={shape.hidden_size} F={shape.intermediate_size} "
-            f"T={shape.num_tokens} over all ranks"
-        )
-    print(
-        "\nOf peers: wall time as a multiple of ours (in brackets: of the time that all threads computed), then useful work "
-        f"as a share of the rate of a plain {_GEMM_SIZE}-cubed product in the same run. share: the same of ours. nearest: "
-        "the smallest multiple among those that compute the same function. (busy): others used the machine, and the time "
-        "that threads computed is what is compared.\n"
-    )
-    print(table_head(options), flush=True)
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    for line in _preamble(shapes, options):
+        say(line)
+    say(table_head(options))
     written = []
     for num_ranks in arguments.ranks:
         of_ranks = [row for row in rows if row.num_ranks == num_ranks]
         for row, results in zip(of_ranks, run_rows(of_ranks, num_ranks, options), strict=True):
-            print(table_row(row, results, options), flush=True)
+            say(table_row(row, results, options))
+            # After every row: a run that is cut short leaves what it measured.
+            if arguments.write:
+                write_table(arguments.write, lines)
             written.append({"row": dataclasses.asdict(row), "results": {k: _plain(v) for k, v in results.items()}})
     if arguments.json:
         arguments.json.write_text(json.dumps(written, indent=1))
+
+
+def _preamble(shapes: Sequence[LayerShape], options: Options) -> list[str]:
+    """When, where, what, and how to read the table."""
+    return [
+        f"{datetime.date.today()}, {describe(options.device)}, {options.threads} threads over all ranks\n",
+        *(
+            f"- {shape.name}: E={shape.num_experts} K={shape.top_k} D={shape.hidden_size} F={shape.intermediate_size} "
+            f"T={shape.num_tokens} over all ranks"
+            for shape in shapes
+        ),
+        "\nOf peers: wall time as a multiple of ours (in brackets: of the time that all threads computed), then useful "
+        f"work as a share of the rate of a plain {_GEMM_SIZE}-cubed product in the same run. share: the same of ours. "
+        "nearest: the smallest multiple among those that compute the same function. (busy): others used the machine, and "
+        "the time that threads computed is what is compared.\n",
+    ]
+
+
+def write_table(path: Path, lines: Sequence[str]) -> None:
+    """Put the lines below the mark of a Markdown file; what stands above it stays."""
+    above = path.read_text("utf-8").split(MARK)[0].rstrip() + "\n\n" if path.exists() else ""
+    path.write_text(f"{above}{MARK}\n\n" + "\n".join(lines) + "\n", "utf-8")
 
 
 def _changed(shape: LayerShape, num_experts: int | None, top_k: int | None) -> LayerShape:
