@@ -386,8 +386,8 @@ def _preamble(shapes: Sequence[LayerShape], options: Options) -> list[str]:
 
 def write_table(path: Path, lines: Sequence[str]) -> None:
     """Put the lines below the mark of a Markdown file; what stands above it stays."""
-    above = path.read_text("utf-8").split(MARK)[0].rstrip() + "\n\n" if path.exists() else ""
-    path.write_text(f"{above}{MARK}\n\n" + "\n".join(lines) + "\n", "utf-8")
+    above = path.read_text("utf-8").split(MARK)[0].rstrip() if path.exists() else ""
+    path.write_text((above + "\n\n" if above else "") + f"{MARK}\n\n" + "\n".join(lines) + "\n", "utf-8")
 
 
 def _changed(shape: LayerShape, num_experts: int | None, top_k: int | None) -> LayerShape:

@@ -159,3 +159,7 @@ def test_writing_keeps_what_people_wrote(tmp_path: Path) -> None:
     write_table(path, ["new"])
     write_table(path, ["new", "newer"])
     assert path.read_text() == f"# Title\n\nWords.\n\n{MARK}\n\nnew\nnewer\n"
+    made = tmp_path / "made.md"
+    write_table(made, ["new"])
+    write_table(made, ["newer"])
+    assert made.read_text() == f"{MARK}\n\nnewer\n"
