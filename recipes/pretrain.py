@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from moe.data.tokenizer import Tokenizer
     from moe.diagnostics.store import LoadLayout, MetricsStore
     from moe.model.transformer import Transformer
-    from moe.train.guard import StepGuard
     from moe.train.mesh import Mesh
 
 
@@ -34,6 +33,7 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
     from moe.train.checkpoint.load import gather_over
     from moe.train.checkpoint.lock import hold_run_folder
     from moe.train.checkpoint.manifest import settings_of
+    from moe.train.guard import StepGuard
     from moe.train.mesh import build_mesh, process_group
     from moe.train.parallelize import build_model, weight_dtype
     from moe.train.rendezvous import agree_on_text, once_per_machine, require_equal
