@@ -145,7 +145,7 @@ def test_a_named_implementation_that_cannot_run_raises_with_the_reason() -> None
     with pytest.raises(ValueError, match=r"\(triton\) cannot run here: it runs on cuda, not on cpu; choose .*=auto"):
         grouped_gemm(rows_RD, weight_EFD, counts, implementation="triton")
     with pytest.raises(
-        ValueError, match=r"\(cublas\) is not an implementation; choose auto, torch_native, triton, reference"
+        ValueError, match=r"\(cublas\) is not an implementation; choose auto, torch_native, reference, triton"
     ):
         grouped_gemm(rows_RD, weight_EFD, counts, implementation="cublas")
 

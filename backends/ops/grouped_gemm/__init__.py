@@ -23,14 +23,6 @@ IMPLEMENTATIONS: dict[str, Implementation[GroupedGemm, GemmShape]] = {
         why_not=torch_native.why_not,
         cost="none, it is the fastest",
     ),
-    "triton": Implementation(
-        name="triton",
-        function=triton_gpu.grouped_gemm,
-        devices=("cuda",),
-        dtypes=(torch.float32, torch.bfloat16, torch.float16),
-        why_not=triton_gpu.why_not,
-        cost="not measured: its kernels have not run on a GPU yet",
-    ),
     "reference": Implementation(
         name="reference",
         function=reference.grouped_gemm,
@@ -38,6 +30,15 @@ IMPLEMENTATIONS: dict[str, Implementation[GroupedGemm, GemmShape]] = {
         dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64),
         why_not=always,
         cost="one product per expert, in fp32: on a CPU about as fast for fp32, and less than half as fast for bf16",
+    ),
+    # After the reference, so that auto takes it nowhere before it has been right on hardware.
+    "triton": Implementation(
+        name="triton",
+        function=triton_gpu.grouped_gemm,
+        devices=("cuda",),
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        why_not=triton_gpu.why_not,
+        cost="not measured: its kernels have not run on a GPU yet",
     ),
 }
 """Best first; `auto` takes the first that can run."""
