@@ -4,14 +4,18 @@ VENV ?= .venv
 # On a machine whose pip index serves CUDA builds of torch, name an index with the CPU wheels here, or leave empty.
 TORCH_INDEX ?=
 
+# torch_npu changes what `import torch` does, so what needs it lives in an environment of its own.
+ASCEND_VENV ?= .venv-ascend
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ASCEND_STAMP := $(ASCEND_VENV)/.installed
 
 # Triton, for the tests of our kernels: beside the environment, since a CPU build of torch in it must not find triton.
 KERNELS := .kernels
 TRITON := triton==3.9.0
 
-.PHONY: gpu kernels install demo test lint types contracts unit clean
+.PHONY: gpu kernels install demo test test-ascend lint types contracts unit clean
 
 install: $(STAMP)
 
@@ -55,3 +59,15 @@ gpu: install
 
 clean:
 	rm -rf $(VENV) $(KERNELS) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+# Ascend without Ascend: the real torch_npu over a pretend CANN; see tests/ascend/sim/README.md. Needs g++, nm, readelf.
+test-ascend: $(ASCEND_STAMP)
+	$(ASCEND_VENV)/bin/python -m tests.ascend.sim.run -m pytest tests/ascend
+
+$(ASCEND_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(ASCEND_VENV)
+	$(ASCEND_VENV)/bin/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.*'
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(ASCEND_VENV)/bin/pip install --quiet --editable '.[dev,ascend]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(ASCEND_VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

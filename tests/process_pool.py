@@ -1,6 +1,6 @@
 """Process groups that tests share: spawned once a session, so that a multi-process case costs milliseconds.
 
-A pool of N workers has a gloo default group of N ranks. `run(function, *args)` calls a module-level function on every
+A pool of N workers has a default group of N ranks (gloo on CPUs). `run(function, *args)` calls a module-level function on every
 rank and returns the results by rank. A failure raises here with the remote traceback; after a failure or a timeout the
 pool is thrown away and spawned anew, since ranks may wait for each other.
 """
@@ -14,18 +14,24 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+COLLECTIVES = {"cpu": "gloo", "npu": "hccl"}
+"""Kind of device -> the backend of the ranks' default group."""
 
-def _worker(rank: int, world_size: int, store_path: str, pipe: Connection) -> None:
+
+def _worker(rank: int, world_size: int, store_path: str, pipe: Connection, device: str, environ: dict[str, str]) -> None:
+    os.environ.update(environ)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", DS_ACCELERATOR=device, OMP_NUM_THREADS="1",
     )  # fmt: skip
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    if device != "cpu":
+        torch.accelerator.set_device_index(rank)
+    dist.init_process_group(COLLECTIVES[device], store=store, rank=rank, world_size=world_size)
     while True:
         try:
             job = pipe.recv()
@@ -45,8 +51,10 @@ def _worker(rank: int, world_size: int, store_path: str, pipe: Connection) -> No
 class ProcessPool:
     """N spawned ranks; see the module's docstring."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: str = "cpu", **environ: str) -> None:
+        """device: kind; rank r takes number r. environ: variables of the workers, set before torch is loaded."""
         self.world_size = world_size
+        self._device, self._environ = device, environ
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -56,7 +64,9 @@ class ProcessPool:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_worker, args=(rank, self.world_size, f"{folder}/store", theirs), daemon=True
+                target=_worker,
+                args=(rank, self.world_size, f"{folder}/store", theirs, self._device, self._environ),
+                daemon=True,
             )
             process.start()
             theirs.close()

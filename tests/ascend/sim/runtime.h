@@ -1,0 +1,40 @@
+// What the parts of the pretend CANN share. Own code, compiled against the headers that the torch_npu wheel ships, so that
+// a function whose signature has changed is a compiler's error.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+
+#include "acl/acl.h"
+#include "acl/acl_op_compiler.h"
+
+namespace sim {
+
+// An integer from the environment.
+inline long setting(const char *name, long otherwise) {
+  const char *text = getenv(name);
+  return text ? atol(text) : otherwise;
+}
+
+// With SIM_LAZY_COLLECTIVES=1 a collective does its work when something waits for it, not when it is launched.
+inline bool lazy() {
+  static const bool value = setting("SIM_LAZY_COLLECTIVES", 0) != 0;
+  return value;
+}
+
+// Run a piece of a stream's work: now, or in lazy mode when the stream is waited for. Nonzero: the work's error.
+int give(aclrtStream stream, std::function<int()> work);
+
+// In lazy mode, fill what a collective will write with 0xFF bytes (NaN, or -1), except where it overlaps what it reads:
+// collectives in place are legal.
+void hide(const void *written, size_t written_bytes, const void *read, size_t read_bytes);
+
+// Print an error, and keep it for torch_npu to put into its exception.
+void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+// Milliseconds on the monotonic clock.
+double milliseconds();
+
+}  // namespace sim
