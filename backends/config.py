@@ -14,8 +14,8 @@ class DeviceKind(Enum):
 
 
 OP_IMPLEMENTATIONS = {
-    "expert_mlp": ("chunked", "grouped", "reference"),
-    "grouped_gemm": ("reference", "torch_native", "triton"),
+    "expert_mlp": ("ascend", "chunked", "grouped", "reference"),
+    "grouped_gemm": ("ascend", "reference", "torch_native", "triton"),
     "router_topk": ("chunked", "reference"),
 }
 """Names that backend.ops.<op> may be, beside auto: the keys of the op's table, here without loading torch."""
@@ -26,9 +26,9 @@ class OpsConfig:
     """Implementation per op: auto, or a name that `switchyard ls ops` shows. A named one that cannot run raises."""
 
     expert_mlp: str = "auto"
-    """The experts as a whole: auto, chunked (CPU), grouped (three grouped_gemm) or reference."""
+    """The experts as a whole: auto, chunked (CPU), ascend (NPU), grouped (three grouped_gemm) or reference."""
     grouped_gemm: str = "auto"
-    """auto, reference, torch_native or triton (cuda). A named one makes expert_mlp=auto take `grouped`."""
+    """auto, ascend (NPU), reference, torch_native or triton (cuda). A named one makes expert_mlp=auto take `grouped`."""
     router_topk: str = "auto"
     """From logits to picks, weights and sums: auto, chunked (CPU) or reference."""
 

@@ -18,7 +18,9 @@ COLLECTIVES = {"cpu": "gloo", "npu": "hccl"}
 """Kind of device -> the backend of the ranks' default group."""
 
 
-def _worker(rank: int, world_size: int, store_path: str, pipe: Connection, device: str, environ: dict[str, str]) -> None:
+def _worker(
+    rank: int, world_size: int, store_path: str, pipe: Connection, device: str, environ: dict[str, str]
+) -> None:
     os.environ.update(environ)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),

@@ -564,7 +564,7 @@ def test_loading_takes_under_a_second_of_cpu_and_no_torch() -> None:
 
 def test_unknown_implementation_of_an_op_is_refused_with_the_nearest_name() -> None:
     assert re.search(
-        r"backend\.ops\.grouped_gemm \(torch_nativ\) must be auto or one of reference, torch_native, triton; did you mean",
+        r"ops\.grouped_gemm \(torch_nativ\) must be auto or one of ascend, reference, torch_native, triton; did you mean",
         refusal(["backend.ops.grouped_gemm=torch_nativ"]),
     )
 

@@ -55,20 +55,25 @@ def choose(
 ) -> Implementation[Function, Shape]:
     """The implementation to run: the requested one, or for `auto` the first of the table that can run.
 
-    `auto` says once per process and reason, as a warning on this module's logger, when it passes over a better one.
+    `auto` says once per process and reason, as a warning on this module's logger, when it passes over a better
+    one that is meant for this kind of device.
 
     Raises ValueError for an unknown name, or a requested implementation that cannot run on these operands.
     """
     if requested == "auto":
         reasons: list[str] = []
+        refused: list[str] = []
         for implementation in implementations.values():
             reason = implementation.reason_against(device_type, dtype, shape)
             if reason is None:
                 if reasons:
                     _say_once(f"{op} falls back to {implementation.name} ({'; '.join(reasons)}): {implementation.cost}")
                 return implementation
-            reasons.append(f"{implementation.name}: {reason}")
-        raise ValueError(f"no implementation of {op} can run: {'; '.join(reasons)}; use another device or dtype")
+            refused.append(f"{implementation.name}: {reason}")
+            # One that is meant for other devices is no loss here.
+            if device_type in implementation.devices:
+                reasons.append(refused[-1])
+        raise ValueError(f"no implementation of {op} can run: {'; '.join(refused)}; use another device or dtype")
     if requested not in implementations:
         raise ValueError(
             f"backend.ops.{op} ({requested}) is not an implementation; choose auto, {', '.join(implementations)}"

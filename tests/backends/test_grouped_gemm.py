@@ -9,14 +9,15 @@ from torch import Tensor
 
 from backends.ops.grouped_gemm import IMPLEMENTATIONS, grouped_gemm
 from backends.ops.grouped_gemm.shape import GemmShape
+from backends.ops.table import choose
 
 OUTPUT_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 GRAD_ROWS_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 GRAD_WEIGHT_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Largest error relative to the largest element: half an ulp of one rounding in bf16 and fp16, sums are fp32."""
 
-ON_CPU = [name for name, implementation in IMPLEMENTATIONS.items() if "cpu" in implementation.devices]
-"""The Triton kernels are tested in tests/backends/test_kernels.py."""
+ON_CPU = [name for name, record in IMPLEMENTATIONS.items() if "cpu" in record.devices]
+"""Those for other devices: tests/ascend runs these cases on them."""
 
 # tokens per expert, D, F
 SHAPES = {
@@ -69,15 +70,17 @@ def golden(rows_RD: Tensor, weight_EFD: Tensor, grad_RF: Tensor, counts: Tensor)
 def assert_close(name: str, actual: Tensor | None, expected: Tensor, tolerance: float) -> None:
     assert actual is not None, name
     assert actual.shape == expected.shape, name
+    actual = actual.cpu()
     assert actual.isfinite().all(), name
     if expected.numel():
         error, scale = float((actual.detach().double() - expected).abs().max()), float(expected.abs().max())
         assert error <= tolerance * scale, f"{name}: error {error:.3e} of {scale:.3e}"
 
 
-def check(implementation: str, shape: tuple[list[int], int, int], dtype: torch.dtype) -> None:
+def check(implementation: str, shape: tuple[list[int], int, int], dtype: torch.dtype, device: str = "cpu") -> None:
     rows_RD, weight_EFD, grad_RF, counts = operands(*shape, dtype)
     expected = golden(rows_RD, weight_EFD, grad_RF, counts)
+    rows_RD, weight_EFD, grad_RF, counts = (given.to(device) for given in (rows_RD, weight_EFD, grad_RF, counts))
     rows_RD, weight_EFD = rows_RD.requires_grad_(), weight_EFD.requires_grad_()
     y_RF = grouped_gemm(rows_RD, weight_EFD, counts, implementation=implementation)
     y_RF.backward(grad_RF)
@@ -89,7 +92,7 @@ def check(implementation: str, shape: tuple[list[int], int, int], dtype: torch.d
     assert weight_EFD.grad.is_contiguous()
     for expert, count in enumerate(counts.tolist()):
         if count == 0:
-            assert torch.equal(weight_EFD.grad[expert], torch.zeros_like(weight_EFD[expert]))
+            assert torch.equal(weight_EFD.grad[expert].cpu(), torch.zeros(weight_EFD.shape[1:], dtype=dtype))
 
 
 @pytest.mark.usefixtures("_nan_in_fresh_memory")
@@ -145,7 +148,7 @@ def test_a_named_implementation_that_cannot_run_raises_with_the_reason() -> None
     with pytest.raises(ValueError, match=r"\(triton\) cannot run here: it runs on cuda, not on cpu; choose .*=auto"):
         grouped_gemm(rows_RD, weight_EFD, counts, implementation="triton")
     with pytest.raises(
-        ValueError, match=r"\(cublas\) is not an implementation; choose auto, torch_native, reference, triton"
+        ValueError, match=r"\(cublas\) is not an implementation; choose auto, torch_native, ascend, reference, triton"
     ):
         grouped_gemm(rows_RD, weight_EFD, counts, implementation="cublas")
 
@@ -157,6 +160,15 @@ def test_auto_says_once_that_it_falls_back(caplog: pytest.LogCaptureFixture) -> 
             grouped_gemm(rows_RD, weight_EFD, counts)
     (message,) = [record.getMessage() for record in caplog.records]
     assert "grouped_gemm falls back to reference (torch_native: a row of 19 elements" in message
+
+
+def test_auto_does_not_speak_of_what_is_meant_for_other_devices(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="backends.ops.table"):
+        chosen = choose("grouped_gemm", IMPLEMENTATIONS, "auto", "npu", torch.float32, GemmShape(2, 16, 16))
+        assert chosen.name == "ascend"
+        choose("grouped_gemm", IMPLEMENTATIONS, "auto", "npu", torch.float32, GemmShape(2, 70000, 16))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "grouped_gemm falls back to reference (ascend: a row of 70000 elements" in message
 
 
 def test_reasons_are_known_without_operands() -> None:

@@ -80,13 +80,18 @@ def run_experts(rows_RD: Tensor, tokens_per_expert_e: Tensor, weight_eDD: Tensor
 
 
 def run_layer(
-    dispatcher: TokenDispatcher, inputs: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, rank: int
+    dispatcher: TokenDispatcher,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    dtype: torch.dtype,
+    rank: int,
+    device: str = "cpu",
 ) -> dict[str, Tensor]:
-    """Outputs and all gradients of dispatch → experts → combine."""
-    x_TD, ids_TK, weights_TK = inputs
+    """Outputs and all gradients of dispatch → experts → combine, on a device; the results are on the CPU."""
+    x_TD, ids_TK, weights_TK = (given.to(device) for given in inputs)
     x_TD = x_TD.to(dtype).clone().requires_grad_()
     weights_TK = weights_TK.clone().requires_grad_()
-    weight_eDD = expert_weights(dispatcher.num_experts)[list(dispatcher.local_expert_ids)].to(dtype).requires_grad_()
+    weight_EDD = expert_weights(dispatcher.num_experts)
+    weight_eDD = weight_EDD[list(dispatcher.local_expert_ids)].to(device, dtype).requires_grad_()
     seen: list[Tensor] = []
 
     def experts(rows_RD: Tensor, tokens_per_expert_e: Tensor) -> Tensor:
@@ -94,11 +99,11 @@ def run_layer(
         return run_experts(rows_RD, tokens_per_expert_e, weight_eDD)
 
     y_TD = dispatcher.run(x_TD, ids_TK, weights_TK, experts)
-    y_TD.backward(output_gradient(rank, y_TD))
+    y_TD.backward(output_gradient(rank, y_TD).to(device))
     assert x_TD.grad is not None
     assert weights_TK.grad is not None
     assert weight_eDD.grad is not None
-    return {
+    results = {
         "rows": seen[0],
         "tokens_per_local_expert": seen[1],
         "y": y_TD.detach(),
@@ -106,6 +111,7 @@ def run_layer(
         "grad_topk_weights": weights_TK.grad,
         "grad_experts": weight_eDD.grad,
     }
+    return {name: value.cpu() for name, value in results.items()}
 
 
 def compare_with_reference(

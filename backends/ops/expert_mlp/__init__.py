@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from backends.ops.expert_mlp import chunked, grouped, reference
+from backends.ops.expert_mlp import ascend, chunked, grouped, reference
 from backends.ops.expert_mlp.shape import MlpShape
 from backends.ops.table import Implementation, always, choose
 
@@ -38,6 +38,14 @@ IMPLEMENTATIONS: dict[str, Implementation[ExpertMlp, MlpShape]] = {
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
         why_not=always,
         cost="none, it is the fastest",
+    ),
+    "ascend": Implementation(
+        name="ascend",
+        function=ascend.expert_mlp,
+        devices=("npu",),
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        why_not=ascend.why_not,
+        cost="none known; it has not been measured, nor run on hardware",
     ),
     "grouped": Implementation(
         name="grouped",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from backends.ops.grouped_gemm import reference, torch_native, triton_gpu
+from backends.ops.grouped_gemm import ascend, reference, torch_native, triton_gpu
 from backends.ops.grouped_gemm.shape import GemmShape
 from backends.ops.table import Implementation, always, choose
 
@@ -22,6 +22,14 @@ IMPLEMENTATIONS: dict[str, Implementation[GroupedGemm, GemmShape]] = {
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
         why_not=torch_native.why_not,
         cost="none, it is the fastest",
+    ),
+    "ascend": Implementation(
+        name="ascend",
+        function=ascend.grouped_gemm,
+        devices=("npu",),
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        why_not=ascend.why_not,
+        cost="none known; it has not been measured, nor run on hardware",
     ),
     "reference": Implementation(
         name="reference",

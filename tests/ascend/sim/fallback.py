@@ -9,15 +9,13 @@ from torch import Tensor
 from tests.ascend.sim.memory import alias, is_npu, to_npu
 from tests.ascend.sim.order import come_after_own_stream
 
-KEPT = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_has_compatible_shallow_copy_type _local_scalar_dense_ _pin_memory _record_stream _reshape_alias as_strided as_strided_"
-        " contiguous empty.memory_format empty_like empty_strided empty_with_format equal_ is_coalesced is_pinned is_set_to"
-        " new_empty new_empty_strided pin_memory record_stream resize_ resize_as_ set_ set_.source_Storage"
-        " set_.source_Storage_storage_offset set_.source_Tensor storage_offset unsafe_empty_with_format view"
-    ).split()
-)
+KEPT = frozenset(f"aten::{name}" for name in (
+    "_has_compatible_shallow_copy_type", "_local_scalar_dense_", "_pin_memory", "_record_stream", "_reshape_alias",
+    "as_strided", "as_strided_", "contiguous", "empty.memory_format", "empty_like", "empty_strided",
+    "empty_with_format", "equal_", "is_coalesced", "is_pinned", "is_set_to", "new_empty", "new_empty_strided",
+    "pin_memory", "record_stream", "resize_", "resize_as_", "set_", "set_.source_Storage",
+    "set_.source_Storage_storage_offset", "set_.source_Tensor", "storage_offset", "unsafe_empty_with_format", "view",
+))  # fmt: skip
 """Left to torch_npu: they allocate, describe or share memory, which the runtime does."""
 
 

@@ -88,7 +88,9 @@ def asked_for(wheel: Path, site_packages: Path) -> tuple[set[str], set[str]]:
     modules = sorted(wheel.glob("**/*.so*"))
     torch = sorted((site_packages / "torch" / "lib").glob("*.so*"))
     python = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
-    given = {name for path in (*modules, *torch, *python.glob("libpython3*.so*")) for name in symbols(path, "--defined-only")}
+    given = {
+        name for path in (*modules, *torch, *python.glob("libpython3*.so*")) for name in symbols(path, "--defined-only")
+    }
     given |= set(symbols(Path(sys.executable).resolve(), "--defined-only"))
     for name in SYSTEM:
         path = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout

@@ -355,7 +355,7 @@ HcclResult HcclGroupEnd() { return HCCL_SUCCESS; }
 HcclResult HcclAllReduce(void *send, void *receive, uint64_t count, HcclDataType type, HcclReduceOp reduction,
                          HcclComm handle, aclrtStream stream) {
   const size_t size = count * bytes_of(type);
-  sim::hide(receive, size, send, size);
+  sim::hide(stream, receive, size, send, size);
   return give(stream, [=]() -> int {
     Blobs all;
     const auto mine = signature_of("AllReduce", type, count, reduction);
@@ -367,7 +367,7 @@ HcclResult HcclAllReduce(void *send, void *receive, uint64_t count, HcclDataType
 HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclDataType type, HcclReduceOp reduction, uint32_t root,
                       HcclComm handle, aclrtStream stream) {
   const size_t size = count * bytes_of(type);
-  if (of(handle)->rank == root) sim::hide(receive, size, send, size);
+  if (of(handle)->rank == root) sim::hide(stream, receive, size, send, size);
   return give(stream, [=]() -> int {
     Blobs all;
     const auto mine = signature_of("Reduce", type, count, reduction, static_cast<int32_t>(root));
@@ -380,7 +380,7 @@ HcclResult HcclReduceScatter(void *send, void *receive, uint64_t count, HcclData
                              HcclComm handle, aclrtStream stream) {
   const size_t size = count * bytes_of(type);
   const uint32_t ranks = of(handle)->size;
-  sim::hide(receive, size, send, ranks * size);
+  sim::hide(stream, receive, size, send, ranks * size);
   return give(stream, [=]() -> int {
     Blobs all;
     const auto mine = signature_of("ReduceScatter", type, count, reduction);
@@ -393,7 +393,7 @@ HcclResult HcclBroadcast(void *data, uint64_t count, HcclDataType type, uint32_t
                          aclrtStream stream) {
   const size_t size = count * bytes_of(type);
   const bool sends = of(handle)->rank == root;
-  if (!sends) sim::hide(data, size, nullptr, 0);
+  if (!sends) sim::hide(stream, data, size, nullptr, 0);
   return give(stream, [=]() -> int {
     Blobs all;
     const auto mine = signature_of("Broadcast", type, count, -1, static_cast<int32_t>(root));
@@ -407,7 +407,7 @@ HcclResult HcclScatter(void *send, void *receive, uint64_t count, HcclDataType t
                        aclrtStream stream) {
   const size_t size = count * bytes_of(type);
   const bool sends = of(handle)->rank == root;
-  sim::hide(receive, size, send, sends ? size * of(handle)->size : 0);
+  sim::hide(stream, receive, size, send, sends ? size * of(handle)->size : 0);
   return give(stream, [=]() -> int {
     Blobs all;
     const auto mine = signature_of("Scatter", type, count, -1, static_cast<int32_t>(root));
@@ -420,7 +420,7 @@ HcclResult HcclScatter(void *send, void *receive, uint64_t count, HcclDataType t
 HcclResult HcclAllGather(void *send, void *receive, uint64_t count, HcclDataType type, HcclComm handle,
                          aclrtStream stream) {
   const size_t size = count * bytes_of(type);
-  sim::hide(receive, size * of(handle)->size, send, size);
+  sim::hide(stream, receive, size * of(handle)->size, send, size);
   return give(stream, [=]() -> int {
     Blobs all;
     if (const auto error = exchange(of(handle), signature_of("AllGather", type, count), send, size, all)) return error;
@@ -440,7 +440,7 @@ HcclResult HcclBarrier(HcclComm handle, aclrtStream stream) {
 HcclResult HcclAlltoAll(const void *send, uint64_t count, HcclDataType type, const void *receive, uint64_t, HcclDataType,
                         HcclComm handle, aclrtStream stream) {
   const size_t size = count * bytes_of(type), whole = size * of(handle)->size;
-  sim::hide(receive, whole, send, whole);
+  sim::hide(stream, receive, whole, send, whole);
   return give(stream, [=]() -> int {
     Blobs all;
     if (const auto error = exchange(of(handle), signature_of("AlltoAll", type, count), send, whole, all)) return error;
@@ -461,7 +461,7 @@ HcclResult HcclAlltoAllV(const void *send, const void *send_counts, const void *
   uint64_t read = 0;
   for (uint32_t rank = 0; rank < ranks; ++rank) read = std::max(read, sent_at[rank] + sent[rank]);
   char *out = static_cast<char *>(const_cast<void *>(receive));
-  for (uint32_t rank = 0; rank < ranks; ++rank) sim::hide(out + expected_at[rank] * unit, expected[rank] * unit, send, read * unit);
+  for (uint32_t rank = 0; rank < ranks; ++rank) sim::hide(stream, out + expected_at[rank] * unit, expected[rank] * unit, send, read * unit);
   return give(stream, [=]() -> int {
     Communicator *group = of(handle);
     Blob mine(reinterpret_cast<const char *>(sent.data()), reinterpret_cast<const char *>(sent.data() + ranks));
@@ -491,13 +491,13 @@ HcclResult HcclSend(void *data, uint64_t count, HcclDataType type, uint32_t peer
   return give(stream, [=]() -> int { return send_now(data, count, type, peer, of(handle)); });
 }
 HcclResult HcclRecv(void *data, uint64_t count, HcclDataType type, uint32_t peer, HcclComm handle, aclrtStream stream) {
-  sim::hide(data, count * bytes_of(type), nullptr, 0);
+  sim::hide(stream, data, count * bytes_of(type), nullptr, 0);
   return give(stream, [=]() -> int { return receive_now(data, count, type, peer, of(handle)); });
 }
 HcclResult HcclBatchSendRecv(HcclSendRecvItem *items, uint32_t count, HcclComm handle, aclrtStream stream) {
   const std::vector<HcclSendRecvItem> batch(items, items + count);
   for (const auto &item : batch)
-    if (item.sendRecvType == HCCL_RECV) sim::hide(item.buf, item.count * bytes_of(item.dataType), nullptr, 0);
+    if (item.sendRecvType == HCCL_RECV) sim::hide(stream, item.buf, item.count * bytes_of(item.dataType), nullptr, 0);
   return give(stream, [=]() -> int {
     for (const auto &item : batch)
       if (item.sendRecvType == HCCL_SEND)

@@ -95,5 +95,3 @@ def _to_npu(result: Any, device: torch.device) -> Any:
 def _outlines(result: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
     items = result if isinstance(result, (list, tuple)) else [result]
     return [(tuple(item.shape), item.dtype) for item in items if is_npu(item)]
-
-

@@ -93,6 +93,8 @@ def grouped_matmul(
         assert group_type == 2, f"no reference for group_type {group_type}"
         columns, rows = left[:, : sum(numbers)].split(numbers, 1), right[: sum(numbers)].split(numbers)
         product = torch.stack([column @ part for column, part in zip(columns, rows, strict=True)])
+        # Whether a group without rows is written is not in the description either.
+        product[torch.tensor(numbers) == 0] = float("nan")
     return [product.to(x[0].dtype)]
 
 
@@ -110,7 +112,12 @@ def token_permute(
 
 
 def token_permute_grad(
-    grad: Tensor, sorted_indices: Tensor, tokens_size_0: int, tokens_dtype: torch.dtype, num_topk: int, padded: bool = False
+    grad: Tensor,
+    sorted_indices: Tensor,
+    tokens_size_0: int,
+    tokens_dtype: torch.dtype,
+    num_topk: int,
+    padded: bool = False,
 ) -> Tensor:
     """Each token's sum over its picks that were kept."""
     picked = _take(grad.float(), sorted_indices)
@@ -129,7 +136,12 @@ def token_unpermute(
 
 
 def token_unpermute_grad(
-    permuted: Tensor, grad: Tensor, sorted_indices: Tensor, probs: Tensor | None = None, padded: bool = False, shape: Any = None
+    permuted: Tensor,
+    grad: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded: bool = False,
+    shape: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the rows and of the weights. As on the device: fp32 weights with other rows give NaN."""
     if probs is not None and probs.dtype != permuted.dtype:
@@ -217,12 +229,9 @@ NPU: dict[str, Callable[..., Any]] = {
     "npu::_npu_dtype_cast_backward": lambda grad, dtype: grad.to(dtype),
 }
 
-KEPT = frozenset(
-    f"npu::{name}"
-    for name in (
-        "_npu_format_cast copy_memory_ empty_with_format get_npu_format get_storage_size npu_alloc_float_status"
-        " npu_change_data_ptr npu_clear_float_status npu_format_cast npu_format_cast.aclnn npu_format_cast_"
-        " npu_get_float_status unsafe_empty_with_format"
-    ).split()
-)
+KEPT = frozenset(f"npu::{name}" for name in (
+    "_npu_format_cast", "copy_memory_", "empty_with_format", "get_npu_format", "get_storage_size",
+    "npu_alloc_float_status", "npu_change_data_ptr", "npu_clear_float_status", "npu_format_cast",
+    "npu_format_cast.aclnn", "npu_format_cast_", "npu_get_float_status", "unsafe_empty_with_format",
+))  # fmt: skip
 """Left to torch_npu: they describe memory and compute nothing."""

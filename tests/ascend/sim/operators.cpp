@@ -43,6 +43,16 @@ void copy(const aclTensor *to, const aclTensor *from, size_t dim, char *out, con
     copy(to, from, dim + 1, out + i * to->stride[dim] * static_cast<int64_t>(unit), in + i * step * static_cast<int64_t>(unit));
 }
 
+using Work = std::function<void()>;
+
+int run(void *executor, aclrtStream stream) {
+  auto *work = static_cast<Work *>(executor);
+  const int error = sim::finish(stream);
+  if (!error) (*work)();
+  delete work;
+  return error;
+}
+
 int refuse(const char *why) {
   sim::say("%s", why);
   return 161002;  // aclnn's code for wrong parameters
@@ -65,26 +75,30 @@ int aclDestroyTensor(const aclTensor *tensor) { delete tensor; return 0; }
 aclIntArray *aclCreateIntArray(const int64_t *values, uint64_t count) { return new aclIntArray{{values, values + count}}; }
 int aclDestroyIntArray(const aclIntArray *array) { delete array; return 0; }
 
-// Computed already here, not in the second phase: the executor that links the two is not modelled.
-int aclnnInplaceCopyGetWorkspaceSize(aclTensor *to, const aclTensor *from, uint64_t *workspace, void **) {
+// The first phase checks, the second computes, in its stream's turn. The executor links the two; it copies the descriptors,
+// which are gone by then.
+int aclnnInplaceCopyGetWorkspaceSize(aclTensor *to, const aclTensor *from, uint64_t *workspace, void **executor) {
   *workspace = 0;
   if (to->type != from->type || !bytes_of(to->type) || from->size.size() > to->size.size())
     return refuse("aclnnInplaceCopy is modelled between equal, sized types alone");
-  copy(to, from, 0, to->data, from->data);
+  *executor = new Work([to = *to, from = *from] { copy(&to, &from, 0, to.data, from.data); });
   return 0;
 }
-int aclnnInplaceCopy(void *, uint64_t, void *, aclrtStream) { return 0; }
+int aclnnInplaceCopy(void *, uint64_t, void *executor, aclrtStream stream) { return run(executor, stream); }
 
 // As torch_npu uses it: [1, n] -> [1, n + p], zeros behind.
 int aclnnConstantPadNdGetWorkspaceSize(const aclTensor *in, const aclIntArray *, const void *, aclTensor *out,
-                                       uint64_t *workspace, void **) {
+                                       uint64_t *workspace, void **executor) {
   *workspace = 0;
-  const int64_t unit = static_cast<int64_t>(bytes_of(in->type)), had = in->size.back(), has = out->size.back();
-  if (!unit || has < had) return refuse("aclnnConstantPadNd is modelled for padding behind one row alone");
-  for (int64_t i = 0; i < had; ++i) memcpy(out->data + i * unit, in->data + i * in->stride.back() * unit, unit);
-  memset(out->data + had * unit, 0, (has - had) * unit);
+  if (!bytes_of(in->type) || out->size.back() < in->size.back())
+    return refuse("aclnnConstantPadNd is modelled for padding behind one row alone");
+  *executor = new Work([in = *in, out = *out] {
+    const int64_t unit = static_cast<int64_t>(bytes_of(in.type)), had = in.size.back(), has = out.size.back();
+    for (int64_t i = 0; i < had; ++i) memcpy(out.data + i * unit, in.data + i * in.stride.back() * unit, unit);
+    memset(out.data + had * unit, 0, (has - had) * unit);
+  });
   return 0;
 }
-int aclnnConstantPadNd(void *, uint64_t, void *, aclrtStream) { return 0; }
+int aclnnConstantPadNd(void *, uint64_t, void *executor, aclrtStream stream) { return run(executor, stream); }
 
 }  // extern "C"

@@ -34,10 +34,16 @@ std::mutex memory_mutex;
 std::map<const char *, size_t> blocks;
 size_t used_bytes = 0;
 
+struct Stream;
+struct Piece {
+  std::function<int()> work;
+  Stream *waits_for;  // with the place in that stream's work; null for other work
+  uint64_t place;
+};
 struct Stream {
   int32_t id = 0;
-  std::recursive_mutex mutex;  // work may itself wait
-  std::deque<std::function<int()>> work;
+  std::mutex mutex;  // of `work`
+  std::deque<Piece> work;
   std::atomic<uint64_t> given{0}, done{0};
 };
 struct Event {
@@ -49,52 +55,63 @@ struct Event {
 std::mutex streams_mutex;
 std::vector<Stream *> streams;  // never freed: an event may outlive its stream
 
+// One thread at a time does streams' work: a piece may wait for another stream, whose work is then done inside it.
+std::recursive_mutex working;
+
 int work_until(Stream *stream, uint64_t place) {
   if (stream == nullptr || stream->done.load() >= place) return ACL_SUCCESS;
-  std::lock_guard<std::recursive_mutex> guard(stream->mutex);
-  while (stream->done.load() < place && !stream->work.empty()) {
-    auto piece = std::move(stream->work.front());
-    stream->work.pop_front();
-    const int error = piece();
+  std::lock_guard<std::recursive_mutex> guard(working);
+  while (stream->done.load() < place) {
+    Piece piece;
+    {
+      std::lock_guard<std::mutex> queue(stream->mutex);
+      piece = std::move(stream->work.front());
+      stream->work.pop_front();
+    }
+    const int error = piece.work();
     ++stream->done;
     if (error) return ACL_ERROR_RT_INTERNAL_ERROR;
   }
   return ACL_SUCCESS;
 }
 
-int finish(aclrtStream stream) {
+int give(aclrtStream stream, Piece piece) {
+  if (!sim::lazy() || stream == nullptr) return piece.work();
   auto *own = static_cast<Stream *>(stream);
-  return own ? work_until(own, own->given.load()) : ACL_SUCCESS;
+  std::lock_guard<std::mutex> guard(own->mutex);
+  own->work.push_back(std::move(piece));
+  ++own->given;
+  return 0;
 }
 
-int finish_all() {
-  std::vector<Stream *> all;
+// Do what the stream's waits wait for, and nothing of its own.
+void come_after_waits(Stream *stream) {
+  std::vector<std::pair<Stream *, uint64_t>> waits;
   {
-    std::lock_guard<std::mutex> guard(streams_mutex);
-    all = streams;
+    std::lock_guard<std::mutex> guard(stream->mutex);
+    for (const auto &piece : stream->work)
+      if (piece.waits_for) waits.emplace_back(piece.waits_for, piece.place);
   }
-  for (auto *stream : all)
-    if (int error = finish(stream)) return error;
-  return ACL_SUCCESS;
+  for (const auto &[other, place] : waits) work_until(other, place);
 }
 
 }  // namespace
 
 namespace sim {
 
-int give(aclrtStream stream, std::function<int()> work) {
-  if (!lazy() || stream == nullptr) return work();
+int finish(aclrtStream stream) {
   auto *own = static_cast<Stream *>(stream);
-  std::lock_guard<std::recursive_mutex> guard(own->mutex);
-  own->work.push_back(std::move(work));
-  ++own->given;
-  return 0;
+  return own ? work_until(own, own->given.load()) : ACL_SUCCESS;
 }
 
-void hide(const void *written, size_t written_bytes, const void *read, size_t read_bytes) {
+int give(aclrtStream stream, std::function<int()> work) { return give(stream, Piece{std::move(work), nullptr, 0}); }
+
+void hide(aclrtStream stream, const void *written, size_t written_bytes, const void *read, size_t read_bytes) {
+  if (!lazy()) return;
+  if (auto *own = static_cast<Stream *>(stream)) come_after_waits(own);
   const char *out = static_cast<const char *>(written), *in = static_cast<const char *>(read);
   const bool overlap = out < in + read_bytes && in < out + written_bytes;
-  if (lazy() && written_bytes && !overlap) memset(const_cast<void *>(written), 0xFF, written_bytes);
+  if (written_bytes && !overlap) memset(const_cast<void *>(written), 0xFF, written_bytes);
 }
 
 void say(const char *format, ...) {
@@ -113,6 +130,19 @@ double milliseconds() {
 }
 
 }  // namespace sim
+
+using sim::finish;
+
+static int finish_all() {
+  std::vector<Stream *> all;
+  {
+    std::lock_guard<std::mutex> guard(streams_mutex);
+    all = streams;
+  }
+  for (auto *stream : all)
+    if (int error = finish(stream)) return error;
+  return ACL_SUCCESS;
+}
 
 extern "C" {
 
@@ -266,12 +296,18 @@ aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
   return ACL_SUCCESS;
 }
 aclError aclrtResetEvent(aclrtEvent event, aclrtStream) { *static_cast<Event *>(event) = Event(); return ACL_SUCCESS; }
-aclError aclrtStreamWaitEvent(aclrtStream, aclrtEvent event) {
+// The stream waits when it comes to that, not the caller: a stream beside the one that reads may wait for a collective without
+// the reader being any safer.
+aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
+  auto *own = static_cast<Event *>(event);
+  const auto wait = [from = own->stream, place = own->place] { return work_until(from, place); };
+  return give(stream, Piece{wait, own->stream, own->place});
+}
+aclError aclrtSynchronizeEvent(aclrtEvent event) {
   auto *own = static_cast<Event *>(event);
   return work_until(own->stream, own->place);
 }
-aclError aclrtSynchronizeEvent(aclrtEvent event) { return aclrtStreamWaitEvent(nullptr, event); }
-aclError aclrtSynchronizeEventWithTimeout(aclrtEvent event, int32_t) { return aclrtStreamWaitEvent(nullptr, event); }
+aclError aclrtSynchronizeEventWithTimeout(aclrtEvent event, int32_t) { return aclrtSynchronizeEvent(event); }
 aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status) {
   auto *own = static_cast<Event *>(event);
   const bool complete = own->stream == nullptr || own->stream->done.load() >= own->place;

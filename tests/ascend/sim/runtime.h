@@ -18,7 +18,8 @@ inline long setting(const char *name, long otherwise) {
   return text ? atol(text) : otherwise;
 }
 
-// With SIM_LAZY_COLLECTIVES=1 a collective does its work when something waits for it, not when it is launched.
+// With SIM_LAZY_COLLECTIVES=1 a collective does its work when something waits for it, not when it is launched. "Something"
+// is the host, or an operator on a stream that was told to wait.
 inline bool lazy() {
   static const bool value = setting("SIM_LAZY_COLLECTIVES", 0) != 0;
   return value;
@@ -27,9 +28,13 @@ inline bool lazy() {
 // Run a piece of a stream's work: now, or in lazy mode when the stream is waited for. Nonzero: the work's error.
 int give(aclrtStream stream, std::function<int()> work);
 
-// In lazy mode, fill what a collective will write with 0xFF bytes (NaN, or -1), except where it overlaps what it reads:
-// collectives in place are legal.
-void hide(const void *written, size_t written_bytes, const void *read, size_t read_bytes);
+// Do all that the stream has been given. Nonzero: the first error.
+int finish(aclrtStream stream);
+
+// In lazy mode, fill what a collective on the stream will write with 0xFF bytes (NaN, or -1), except where it overlaps what it
+// reads: collectives in place are legal. What the stream was told to wait for comes first: the memory may be that of a buffer
+// which an earlier collective still sends, freed since the program has waited for that one.
+void hide(aclrtStream stream, const void *written, size_t written_bytes, const void *read, size_t read_bytes);
 
 // Print an error, and keep it for torch_npu to put into its exception.
 void say(const char *format, ...) __attribute__((format(printf, 1, 2)));

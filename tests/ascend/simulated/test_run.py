@@ -16,6 +16,7 @@ ENGINES = {
     "zero0": ["engine.kind=deepspeed", "engine.zero_stage=0"],
     "zero1": ["engine.kind=deepspeed", "engine.zero_stage=1"],
     "zero2": ["engine.kind=deepspeed", "engine.zero_stage=2"],
+    "zero3": ["engine.kind=deepspeed", "engine.zero_stage=3"],
 }
 
 
@@ -48,11 +49,19 @@ def test_losses_equal_the_cpus(engine: str, cpu_losses: list[float], tmp_path: P
     assert found == pytest.approx(cpu_losses, rel=RELATIVE_TOLERANCE, abs=0)
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+LATE = {
+    "one chunk": ["engine.zero_stage=1"],
+    "chunks": ["engine.zero_stage=1", "dispatch.chunks=2"],
+    "chunks, memory saved": ["engine.zero_stage=2", "dispatch.chunks=2", "dispatch.save_memory=true"],
+    "stage 3": ["engine.zero_stage=3"],
+}
+
+
+@pytest.mark.parametrize("settings", LATE)
 def test_losses_stay_when_collectives_come_as_late_as_they_may(
-    chunks: int, cpu_losses: list[float], tmp_path: Path
+    settings: str, cpu_losses: list[float], tmp_path: Path
 ) -> None:
     """A wait that is missing anywhere between batch and optimizer step would bring NaN into the loss."""
-    overrides = ["backend=npu", "engine.kind=deepspeed", "engine.zero_stage=1", f"dispatch.chunks={chunks}"]
+    overrides = ["backend=npu", "engine.kind=deepspeed", *LATE[settings]]
     found = losses(tmp_path / "run", *overrides, SIM_LAZY_COLLECTIVES="1")
     assert found == pytest.approx(cpu_losses, rel=RELATIVE_TOLERANCE, abs=0)

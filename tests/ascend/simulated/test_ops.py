@@ -1,0 +1,43 @@
+"""Every implementation that runs on an NPU, on the simulated one: outputs and gradients against float64 on the CPU."""
+
+import pytest
+import torch
+
+from backends.ops import expert_mlp, grouped_gemm
+from tests.ascend.record import as_text, record
+from tests.ascend.sim.order import CALLS
+from tests.ascend.standin import RECORD
+from tests.backends import test_expert_mlp, test_grouped_gemm
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def on_npu(table: object) -> list[str]:
+    assert isinstance(table, dict)
+    return ["auto", *(name for name, implementation in table.items() if "npu" in implementation.devices)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("implementation", on_npu(grouped_gemm.IMPLEMENTATIONS))
+def test_grouped_gemm_equals_float64(implementation: str, dtype: torch.dtype) -> None:
+    for shape in (*test_grouped_gemm.SHAPES.values(), *test_grouped_gemm.ODD_SIZES.values()):
+        test_grouped_gemm.check(implementation, shape, dtype, "npu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("implementation", on_npu(expert_mlp.IMPLEMENTATIONS))
+def test_expert_mlp_equals_float64(implementation: str, dtype: torch.dtype) -> None:
+    for shape in test_expert_mlp.SHAPES:
+        test_expert_mlp.check(implementation, shape, dtype, "npu")
+
+
+def test_auto_takes_the_ascend_operators() -> None:
+    before = CALLS["npu::npu_grouped_matmul"], CALLS["npu::npu_swiglu"]
+    test_expert_mlp.check("auto", "even", torch.float32, "npu")
+    assert CALLS["npu::npu_grouped_matmul"] >= before[0] + 6
+    assert CALLS["npu::npu_swiglu"] >= before[1] + 2
+
+
+def test_the_record_is_what_torch_npu_says() -> None:
+    """Schemas, and the answers of its meta kernels and C++ code to our calls: what the ordinary tests go by."""
+    assert as_text(record()) == RECORD.read_text(), "python -m tests.ascend.sim.run -m tests.ascend.record"
