@@ -10,9 +10,20 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from backends import npu_environment
 from moe.launch import usable_cores
 
-PACKAGES = ("torch", "deepspeed", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors", "tensorboard")
+PACKAGES = (
+    "torch",
+    "torch_npu",
+    "deepspeed",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "tensorboard",
+)
 
 
 def examine() -> dict[str, Any]:
@@ -28,6 +39,7 @@ def examine() -> dict[str, Any]:
         "versions": {name: _version(name) for name in PACKAGES},
         "backends": _backends(),
         "ops": _ops(),
+        "ascend_environment": npu_environment.report(os.environ),
     }
 
 
@@ -48,6 +60,11 @@ def render(facts: dict[str, Any], console: Console) -> None:
         table = Table(title, "runs here", "why not, or what it is")
         for row in rows:
             table.add_row(row["name"], "yes" if row["why_not"] is None else "no", row["why_not"] or row["note"])
+        console.print(table)
+    if npu_environment.concerns("auto"):
+        table = Table("variable of a run on Ascend", "value", "from", "why")
+        for row in facts["ascend_environment"]:
+            table.add_row(row["name"], row["value"], row["source"], row["reason"])
         console.print(table)
 
 

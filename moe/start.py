@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from backends import npu_environment
 from moe.config import ConfigError, Problem, RunConfig, expand_sweep, from_resolved, load_config, to_yaml
 from moe.crash import exit_code_of, record_crash
 from moe.errors import EnvironmentProblem, ExitCode, StopRun, SwitchyardError
@@ -193,6 +194,8 @@ def run_rank(worker: Worker, config: RunConfig, job: JobEnvironment, run_dir: Pa
 def _be_rank(worker: Worker, config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> int:
     die_with_parent(os.environ)
     export(os.environ, job)
+    if npu_environment.concerns(config.backend.device.value):
+        npu_environment.set_defaults(os.environ)
     code = run_rank(worker, config, job, run_dir)
     if code not in (ExitCode.done, ExitCode.restart):
         # Collective libraries may wait in their destructors for ranks that are gone.

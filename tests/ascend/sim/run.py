@@ -34,6 +34,8 @@ def environment(libraries: Path) -> dict[str, str]:
         "SWITCHYARD_SIMULATED_NPU": "1",
         # Launches by the second thread of the two-stage queue would come back into Python without its lock.
         "TASK_QUEUE_ENABLE": "0",
+        # Mapping of physical memory is not modelled.
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
         "PYTHONPATH": os.pathsep.join([str(HERE / "startup"), str(ROOT), *([former] if former else [])]),
     }
 

@@ -18,8 +18,9 @@ def test_the_real_torch_npu_is_at_work() -> None:
 
 
 def test_the_backend_record_is_resolved() -> None:
-    backend = resolve_backend("auto", 1)
-    assert (backend.name, backend.collective, backend.device) == ("npu", "hccl", torch.device("npu", 1))
+    """Of device 0: a process of torch_npu must not go from one device to another before its first backward."""
+    backend = resolve_backend("auto", 0)
+    assert (backend.name, backend.collective, backend.device) == ("npu", "hccl", torch.device("npu", 0))
     assert backend.deepspeed_accelerator == "npu"
     assert backend.supports_bf16
     with pytest.raises(ValueError, match=r"local rank 4 has no NPU of its own: 4 visible"):

@@ -4,6 +4,7 @@ Then the same with lazy collectives, where a wait that is missing in forward or 
 early, gives NaN or other numbers.
 """
 
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatch import exchange
 from tests.dispatch.cases import (
@@ -108,3 +110,50 @@ def without_a_wait() -> bool:
 def test_the_lazy_suite_would_see_a_missing_wait(npu_pool: ProcessPool, lazy_pool: ProcessPool) -> None:
     assert lazy_pool.run(without_a_wait) == [True, True]
     assert npu_pool.run(without_a_wait) == [False, False]
+
+
+class HostReads(TorchDispatchMode):
+    """Notes where the host reads from the device, and so waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        copies = name in ("aten::_to_copy", "aten::copy_") and result.device.type == "cpu" and args[-1] is not result
+        source = args[1] if name == "aten::copy_" else args[0] if args else None
+        if name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero") or (
+            copies and isinstance(source, Tensor) and source.device.type == "npu"
+        ):
+            frames = [frame for frame in traceback.extract_stack() if "/dispatch/" in frame.filename]
+            self.places.append(
+                f"{name} at {frames[-1].filename.rpartition('/')[2]}: {frames[-1].line}" if frames else name
+            )
+        return result
+
+
+def host_reads(mode: str) -> list[str]:
+    group = dist.group.WORLD
+    assert group is not None
+    variant = Variant(mode=mode)
+    with topologies([variant], group) as of:
+        dispatcher = variant.build(NUM_EXPERTS, group, of[None])
+        inputs = [given.to("npu") for given in make_inputs("random", dist.get_rank(), WORLD_SIZE, NUM_EXPERTS, 0)]
+        # The first call also agrees on what the ranks are; later ones are what every step pays.
+        for _ in range(2):
+            with HostReads() as reads:
+                dispatcher.run(*inputs, lambda rows_RD, counts_e: rows_RD)
+    return reads.places
+
+
+def test_where_the_host_waits_for_the_device(npu_pool: ProcessPool) -> None:
+    """Counts and headers come to the host in one copy. What else is read (here the picks left out, per chunk) is named,
+    so that no further wait comes in unseen."""
+    for places in npu_pool.run(host_reads, "all_to_all"):
+        in_counts = [place for place in places if "at all_to_all.py" in place]
+        assert len(in_counts) == 1, places
+        assert [place for place in places if place not in in_counts] == [
+            "aten::_local_scalar_dense at permute.py: num_left_out = int(count_per_bin[0])"
+        ]
