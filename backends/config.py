@@ -16,6 +16,7 @@ class DeviceKind(Enum):
 OP_IMPLEMENTATIONS = {
     "expert_mlp": ("ascend", "chunked", "grouped", "reference"),
     "grouped_gemm": ("ascend", "reference", "torch_native", "triton"),
+    "rms_norm": ("ascend", "reference", "torch_native"),
     "router_topk": ("chunked", "reference"),
 }
 """Names that backend.ops.<op> may be, beside auto: the keys of the op's table, here without loading torch."""
@@ -29,6 +30,8 @@ class OpsConfig:
     """The experts as a whole: auto, chunked (CPU), ascend (NPU), grouped (three grouped_gemm) or reference."""
     grouped_gemm: str = "auto"
     """auto, ascend (NPU), reference, torch_native or triton (cuda). A named one makes expert_mlp=auto take `grouped`."""
+    rms_norm: str = "auto"
+    """Every norm of the model: auto, ascend (NPU), torch_native or reference."""
     router_topk: str = "auto"
     """From logits to picks, weights and sums: auto, chunked (CPU) or reference."""
 

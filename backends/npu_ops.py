@@ -85,6 +85,28 @@ def swiglu_grad(grad: Tensor, gate_and_up: Tensor) -> Tensor:
     return result
 
 
+def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normalised rows, and 1 / rms of each in fp32 with a last dim of 1."""
+    _floats("npu_rms_norm", x_D, weight_D)
+    assert weight_D.shape == x_D.shape[-1:], (x_D.shape, weight_D.shape)
+    assert x_D.numel() > 0
+    assert x_D.is_contiguous()
+    assert weight_D.is_contiguous()
+    y_D, rstd = _call("npu_rms_norm", x_D, weight_D, eps)
+    return y_D, rstd
+
+
+def rms_norm_grad(grad_D: Tensor, x_D: Tensor, weight_D: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows, and of the weight (in fp32)."""
+    _floats("npu_rms_norm_backward", grad_D, x_D, weight_D)
+    assert grad_D.shape == x_D.shape, (grad_D.shape, x_D.shape)
+    assert rstd.dtype == torch.float32
+    assert rstd.shape == (*x_D.shape[:-1], 1), (rstd.shape, x_D.shape)
+    assert all(operand.is_contiguous() for operand in (grad_D, x_D, weight_D, rstd))
+    grad_x_D, grad_weight_D = _call("npu_rms_norm_backward", grad_D, x_D, weight_D, rstd)
+    return grad_x_D, grad_weight_D
+
+
 def _call(name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(torch.ops.npu, name)(*args, **kwargs)
 

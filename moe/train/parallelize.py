@@ -14,6 +14,7 @@ from moe.model.config import ModelConfig, MoEConfig
 from moe.model.experts import Experts
 from moe.model.init import initialise
 from moe.model.layer import MoELayer
+from moe.model.norm import RMSNorm
 from moe.model.transformer import Transformer
 from moe.train.config import DType
 from moe.train.mesh import Mesh
@@ -79,6 +80,9 @@ def parallelize(
                     implementation=ops.expert_mlp,
                     gemm=ops.grouped_gemm,
                 )
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.implementation = ops.rms_norm
     return model
 
 

@@ -12,7 +12,7 @@ import torch
 
 from backends.ops.listing import OPS
 from backends.ops.table import Implementation
-from tests.backends import test_expert_mlp, test_grouped_gemm
+from tests.backends import test_expert_mlp, test_grouped_gemm, test_rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,7 +29,13 @@ def expert_mlp(device: str) -> None:
             test_expert_mlp.check("ascend", shape, dtype, device)
 
 
-CASES: dict[str, Callable[[str], None]] = {"grouped_gemm": grouped_gemm, "expert_mlp": expert_mlp}
+def rms_norm(device: str) -> None:
+    for dtype in DTYPES:
+        for shape in test_rms_norm.SHAPES:
+            test_rms_norm.check("ascend", shape, dtype, device)
+
+
+CASES: dict[str, Callable[[str], None]] = {"grouped_gemm": grouped_gemm, "expert_mlp": expert_mlp, "rms_norm": rms_norm}
 """By op; each takes the device."""
 
 

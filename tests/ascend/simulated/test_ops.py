@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from backends.ops import expert_mlp, grouped_gemm
+from backends.ops import expert_mlp, grouped_gemm, rms_norm
 from tests.ascend.record import as_text, record
 from tests.ascend.sim.order import CALLS
 from tests.ascend.standin import RECORD
-from tests.backends import test_expert_mlp, test_grouped_gemm
+from tests.backends import test_expert_mlp, test_grouped_gemm, test_rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -29,6 +29,13 @@ def test_grouped_gemm_equals_float64(implementation: str, dtype: torch.dtype) ->
 def test_expert_mlp_equals_float64(implementation: str, dtype: torch.dtype) -> None:
     for shape in test_expert_mlp.SHAPES:
         test_expert_mlp.check(implementation, shape, dtype, "npu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("implementation", on_npu(rms_norm.IMPLEMENTATIONS))
+def test_rms_norm_equals_float64(implementation: str, dtype: torch.dtype) -> None:
+    for shape in test_rms_norm.SHAPES:
+        test_rms_norm.check(implementation, shape, dtype, "npu")
 
 
 def test_auto_takes_the_ascend_operators() -> None:
