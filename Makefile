@@ -57,8 +57,6 @@ kernels: install $(KERNELS)/.installed
 gpu: install
 	$(BIN)/python -m tests.backends.on_gpu
 
-clean:
-	rm -rf $(VENV) $(KERNELS) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 # Ascend without Ascend: the real torch_npu over a pretend CANN; see tests/ascend/sim/README.md. Needs g++, nm, readelf.
 test-ascend: $(ASCEND_STAMP)
 	$(ASCEND_VENV)/bin/python -m tests.ascend.sim.run -m pytest tests/ascend
@@ -70,4 +68,4 @@ $(ASCEND_STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(ASCEND_VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(ASCEND_VENV) $(KERNELS) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
