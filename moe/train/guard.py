@@ -88,7 +88,9 @@ class StepGuard:
     skipped: list[int] = field(default_factory=list)
     """Batches of the data that trained nothing, by their number in the order of the data; ascending."""
     in_row: int = 0
-    """Bad steps since the last good one."""
+    """Bad steps without getting any further than the furthest of them."""
+    bad_step: int = 0
+    """The furthest bad step, from 1."""
     num_norms: int = 0
     mean: float = 0.0
     """Of the gradient norm over about the last `config.window` good steps."""
@@ -111,18 +113,20 @@ class StepGuard:
         )
         return Trouble(kind="norm", text=text)
 
-    def good(self, norm: float) -> None:
-        """A step was applied."""
-        self.in_row = 0
+    def good(self, norm: float, step: int) -> None:
+        """A step was applied. Steps that are done again after going back are no progress."""
+        if step >= self.bad_step:
+            self.in_row = 0
         self.num_norms += 1
         weight = 1 / min(self.num_norms, self.config.window)
         difference = norm - self.mean
         self.mean += weight * difference
         self.variance = (1 - weight) * (self.variance + weight * difference * difference)
 
-    def bad(self, batch: int) -> None:
+    def bad(self, batch: int, step: int) -> None:
         """A step was not; its data is passed over from now on."""
         self.in_row += 1
+        self.bad_step = max(self.bad_step, step)
         self.skipped = sorted({*self.skipped, batch})
 
     def batch_of(self, step: int) -> int:
@@ -134,6 +138,7 @@ class StepGuard:
         return {
             "skipped": self.skipped,
             "in_row": self.in_row,
+            "bad_step": self.bad_step,
             "num_norms": self.num_norms,
             "mean": self.mean,
             "variance": self.variance,
@@ -143,6 +148,11 @@ class StepGuard:
         """Take over what a checkpoint holds; nothing of older ones."""
         self.skipped = [int(batch) for batch in state.get("skipped", ())]
         self.in_row = int(state.get("in_row", 0))
+        self.bad_step = int(state.get("bad_step", 0))
+        self.go_back(state)
+
+    def go_back(self, state: Mapping[str, Any]) -> None:
+        """Take over the norms alone: what has been learned of bad data since stays."""
         self.num_norms = int(state.get("num_norms", 0))
         self.mean = float(state.get("mean", 0.0))
         self.variance = float(state.get("variance", 0.0))

@@ -167,7 +167,7 @@ def run_step(
     limit = guard.norm_limit() if trouble is None else NOTHING
     outcome = engine.step(lr, norm_limit=limit)
     if outcome.applied:
-        guard.good(outcome.grad_norm)
+        guard.good(outcome.grad_norm, step)
     elif trouble is None:
         trouble = guard.norm_trouble(outcome.grad_norm, limit)
     rate = expert_bias_rate(moe, step, max_steps)

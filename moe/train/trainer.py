@@ -17,10 +17,10 @@ from moe.diagnostics.load import drop_rate, max_vio
 from moe.diagnostics.progress import Progress
 from moe.diagnostics.record import EvalRecord, GuardRecord, StepRecord
 from moe.diagnostics.store import MetricsStore
-from moe.errors import NumericError, StopRun, note_step
+from moe.errors import CheckpointError, NumericError, StopRun, note_step
 from moe.model.batch import TokenBatch
 from moe.model.config import MoEConfig
-from moe.train.checkpoint.folder import CHECKPOINTS
+from moe.train.checkpoint.folder import CHECKPOINTS, find_checkpoints, step_of_path
 from moe.train.checkpoint.keeper import CheckpointKeeper
 from moe.train.checkpoint.load import load_checkpoint, newest_verified
 from moe.train.checkpoint.manifest import TrainState
@@ -152,7 +152,7 @@ class Trainer:
         """
         policy, limit = self.guard.config.policy, self.guard.config.max_in_row
         said = f"step {self.step}: {trouble.text} ({self._data_of(trouble, batch)}); nothing was changed"
-        self.guard.bad(batch)
+        self.guard.bad(batch, self.step)
         if policy is GuardPolicy.stop or self.guard.in_row > limit:
             many = f" This was bad step {self.guard.in_row} in a row, guard.max_in_row is {limit}." if limit else ""
             raise NumericError(
@@ -171,7 +171,10 @@ class Trainer:
             )
 
     def _roll_back(self) -> int:
-        """Load the newest checkpoint that every rank verifies; returns its step (collective)."""
+        """Load the newest checkpoint that every rank verifies; returns its step (collective).
+
+        Raises NumericError when there is none, CheckpointError when a newer one is there that cannot be used.
+        """
         self.keeper.finish()
         folder = self.run_dir / CHECKPOINTS
         source = newest_verified(folder, engine=self.engine, mesh=self.mesh, say=self._say)
@@ -190,7 +193,13 @@ class Trainer:
             verified=True,
             say=self._say,
         )
-        # What this guard has learned since stays: above all which data is bad.
+        newer = [path.name for path in find_checkpoints(folder) if (step_of_path(path) or 0) > state.step]
+        if newer:
+            raise CheckpointError(
+                f"{folder} holds {newer[-1]}, which cannot be used, and which going back to step {state.step} would write "
+                "over; look at it with switchyard ckpt verify, move it away, and start again"
+            )
+        self.guard.go_back(state.extra.get(GUARD, {}))
         self.step = state.step
         if self.store is not None:
             self.store.go_back(state.step)

@@ -31,33 +31,54 @@ def test_the_limit_follows_the_norms_of_good_steps() -> None:
     guard = StepGuard(GuardConfig(z_score=5.0, window=1000))
     for step in range(400):
         assert (guard.norm_limit() == math.inf) is (step < 20)
-        guard.good(1.0 + 2.0 * (step % 2))
+        guard.good(1.0 + 2.0 * (step % 2), step + 1)
     assert guard.mean == pytest.approx(2.0, abs=0.01)
     assert guard.norm_limit() == pytest.approx(7.0, abs=0.05)
     assert StepGuard(GuardConfig()).norm_limit() == math.inf
     steady = StepGuard(GuardConfig(z_score=5.0))
     for _ in range(50):
-        steady.good(1.0)
+        steady.good(1.0, 1)
     assert steady.norm_limit() == pytest.approx(1.5)  # a tenth of the mean at least counts as spread
 
 
 def test_a_window_forgets() -> None:
     guard = StepGuard(GuardConfig(z_score=3.0, window=20))
     for norm in [10.0] * 100 + [1.0] * 400:
-        guard.good(norm)
+        guard.good(norm, 1)
     assert guard.norm_limit() == pytest.approx(1.3, abs=0.01)
 
 
 def test_what_a_guard_knows_goes_through_a_checkpoint() -> None:
     guard = StepGuard(GuardConfig(z_score=4.0))
     for norm in (1.0, 2.0, 1.5):
-        guard.good(norm)
-    guard.bad(7)
-    guard.bad(4)
+        guard.good(norm, 1)
+    guard.bad(7, 9)
+    guard.bad(4, 5)
     other = StepGuard(GuardConfig(z_score=4.0))
     other.load(guard.state())
     assert other == guard
-    assert (guard.skipped, guard.in_row) == ([4, 7], 2)
+    assert (guard.skipped, guard.in_row, guard.bad_step) == ([4, 7], 2, 9)
+
+
+def test_steps_done_again_are_no_progress() -> None:
+    """Bad at step 9, back to 4, good at 5 to 8: still one in a row; good at 9: through."""
+    guard = StepGuard(GuardConfig(policy=GuardPolicy.roll_back))
+    guard.bad(8, 9)
+    for step in range(5, 9):
+        guard.good(1.0, step)
+        assert guard.in_row == 1
+    guard.good(1.0, 9)
+    assert guard.in_row == 0
+
+
+def test_going_back_takes_the_norms_of_then_and_keeps_what_is_known_of_bad_data() -> None:
+    guard = StepGuard(GuardConfig(policy=GuardPolicy.roll_back))
+    guard.good(1.0, 1)
+    then = guard.state()
+    guard.good(5.0, 2)
+    guard.bad(2, 3)
+    guard.go_back(then)
+    assert (guard.num_norms, guard.mean, guard.skipped, guard.in_row) == (1, 1.0, [2], 1)
 
 
 def limited_case(kind: Kind) -> None:
