@@ -1,6 +1,6 @@
 """Forward and backward of one MoE layer: this project's against those that users would pick instead.
 
-    python -m benchmarks.moe_layer                      the whole table, under 10 minutes on two cores
+    python -m benchmarks.moe_layer                      the whole table, about a quarter of an hour on two cores
     python -m benchmarks.moe_layer --quick              two rows, under a minute
     python -m benchmarks.moe_layer --shapes fine --routings zipf --dtypes bf16 --ranks 1
 

@@ -171,7 +171,7 @@ def run_folder(root: Path, name: str, seed: int, overrides: Sequence[str]) -> Pa
 def main(args: Sequence[str]) -> int:
     """Run all variants and print the table; returns 0."""
     parser = argparse.ArgumentParser(prog="python -m recipes.compare_routers", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each variant (default 300)")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps of each variant (default 200)")
     parser.add_argument(
         "--seeds", type=int, default=1, help="runs of each variant, with trainer.seed 0, 1, ... (default 1)"
     )
