@@ -1,5 +1,6 @@
 """DeepSpeed's CPU Adam, which has to be built: against torch's AdamW, inside the engine."""
 
+import importlib.util
 import pickle
 import shutil
 from collections.abc import Callable
@@ -28,6 +29,10 @@ def why_not_built() -> str | None:
     built = Path(cpp._get_build_directory("cpu_adam", verbose=False)) / "cpu_adam.so"  # type: ignore[attr-defined]
     if not built.exists():
         return f"{built} is not there; `python -m tests.train.test_cpu_adam` builds it, in a minute or more"
+    # The cache is the user's, not the environment's: one built beside another DeepSpeed would be built again.
+    ours = Path(importlib.util.find_spec("deepspeed").origin).parent  # type: ignore[union-attr, arg-type]
+    if str(ours) not in (built.parent / "build.ninja").read_text("utf-8"):
+        return f"{built} is of another environment; `python -m tests.train.test_cpu_adam` builds it anew"
     return None
 
 
