@@ -351,7 +351,12 @@ def test_death_by_signal_is_named(how: str, message: str, tmp_path: Path, enviro
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_stop_is_passed_on_and_ranks_save(number: int, tmp_path: Path, environ: dict[str, str]) -> None:
-    process = supervisor("stop", tmp_path, environ)
+    # A signal that this process ignores, as under nohup, would be ignored by what it starts.
+    former = signal.signal(number, signal.SIG_DFL)
+    try:
+        process = supervisor("stop", tmp_path, environ)
+    finally:
+        signal.signal(number, former)
     wait_until(lambda: len(pids(tmp_path)) == 2)
     process.send_signal(number)
     code, _, _ = finish(process, tmp_path)
