@@ -27,6 +27,8 @@ from dispatch.permute import sort_picks
 from moe.model.config import MoEConfig, RouterKind
 from moe.model.layer import MoELayer
 
+MARK = "<!-- measured -->"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -176,7 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="two small rows")
     parser.add_argument("--turns", type=int, default=15, help="measured turns, after one that is left out")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or npu")
-    parser.add_argument("--write", type=Path, help="a Markdown file whose table is replaced, or made")
+    parser.add_argument(
+        "--write", type=Path, help=f"a Markdown file; what follows {MARK} in it is replaced, or it is made"
+    )
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     torch.set_num_threads(1)
@@ -189,8 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = table(rows, device)
     print(text)
     if options.write:
-        head = options.write.read_text("utf-8").split("\n| router |")[0] if options.write.exists() else ""
-        options.write.write_text((head + "\n" if head else "") + text + "\n", "utf-8")
+        before = options.write.read_text("utf-8").split(MARK)[0] if options.write.exists() else ""
+        options.write.write_text(f"{before}{MARK}\n\n{text}\n", "utf-8")
     return 0
 
 

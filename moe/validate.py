@@ -8,7 +8,7 @@ from backends.config import OP_IMPLEMENTATIONS
 from dispatch.config import CapacityScope, DispatchMode, DropPolicy
 from dispatch.placement import place_experts
 from moe.data.sources import source_problem
-from moe.model.config import ROUTER_TRAITS, BalanceScope, BiasRule, RouterKind
+from moe.model.config import ROUTER_TRAITS, BalanceScope, BiasRule, MoEConfig, RouterKind
 from moe.schema import Problem, RunConfig
 from moe.train.config import EngineKind, GuardConfig, GuardPolicy, Offload, OffloadAdam
 from moe.train.zero.ds_config import Ours, conflicts, read_ds_config
@@ -251,12 +251,38 @@ def _routing(config: RunConfig) -> Iterator[Problem]:
         )
     yield from _bias_schedule(config)
     yield from _groups(config)
+    fresh = MoEConfig()
+    draws = moe.router in (RouterKind.hash, RouterKind.random, RouterKind.balanced, RouterKind.skewed)
+    if moe.router_seed != fresh.router_seed and not (draws or moe.router_jitter or moe.router_noise):
+        yield Problem(
+            path="moe.router_seed",
+            value=moe.router_seed,
+            rule=f"has no effect with moe.router={moe.router.name} and neither jitter nor noise: nothing is drawn",
+            way_out="leave it out, or set moe.router_jitter or moe.router_noise",
+            involves=("moe.router", "moe.router_jitter", "moe.router_noise"),
+        )
+    if moe.balance_scope is not fresh.balance_scope and moe.load_balancing_coef == 0:
+        yield Problem(
+            path="moe.balance_scope",
+            value=moe.balance_scope.name,
+            rule="has no effect with moe.load_balancing_coef=0",
+            way_out="set moe.load_balancing_coef=0.01, say, or leave the scope out",
+            involves=("moe.load_balancing_coef",),
+        )
 
 
 def _bias_schedule(config: RunConfig) -> Iterator[Problem]:
     """How the selection bias moves says nothing when it does not."""
     moe = config.moe
     if moe.expert_bias_rate > 0:
+        if moe.expert_bias_freeze_after == 0:
+            yield Problem(
+                path="moe.expert_bias_rate",
+                value=moe.expert_bias_rate,
+                rule="has no effect with moe.expert_bias_freeze_after=0: the bias is frozen from the start",
+                way_out="set moe.expert_bias_freeze_after=0.9, say, or moe.expert_bias_rate=0",
+                involves=("moe.expert_bias_freeze_after",),
+            )
         return
     for path, value, neutral in (
         ("moe.expert_bias_rule", moe.expert_bias_rule.name, BiasRule.sign.name),
@@ -299,7 +325,15 @@ def _groups(config: RunConfig) -> Iterator[Problem]:
             path="moe.topk_groups",
             value=moe.topk_groups,
             rule=f"must be at most moe.num_groups ({moe.num_groups})",
-            way_out=f"choose {moe.num_groups} or less",
+            way_out=f"choose {moe.num_groups} or less, or more moe.num_groups",
+            involves=("moe.num_groups",),
+        )
+    elif moe.topk_groups == moe.num_groups:
+        yield Problem(
+            path="moe.topk_groups",
+            value=moe.topk_groups,
+            rule=f"must be below moe.num_groups ({moe.num_groups}): with all groups allowed there is no limit",
+            way_out=f"choose {moe.num_groups - 1} or less, or moe.num_groups=1 and moe.topk_groups=1",
             involves=("moe.num_groups",),
         )
     elif moe.top_k > (allowed := moe.topk_groups * (moe.num_experts // moe.num_groups)):

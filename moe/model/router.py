@@ -157,7 +157,9 @@ class Router(nn.Module):
             noise_TE = normal(self._keys(keys_T, _NOISE), logits_TE.shape[1])
             logits_TE = logits_TE + self.moe.router_noise * noise_TE
         if self.moe.router_logit_cap:
-            logits_TE = self.moe.router_logit_cap * (logits_TE / self.moe.router_logit_cap).tanh()
+            capped_TE = self.moe.router_logit_cap * (logits_TE / self.moe.router_logit_cap).tanh()
+            # The cap would make a number of an infinite logit, and hide that something has overflowed.
+            logits_TE = torch.where(logits_TE.isfinite(), capped_TE, logits_TE)
         return logits_TE
 
     def _keys(self, keys_T: Tensor, use: int) -> Tensor:

@@ -10,7 +10,8 @@ from tests.ascend.cases import CASES, allowed_on_cpu
 from tests.ascend.standin import operators, recorded
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is here: simulated/test_ops.py runs its operators themselves"
+    importlib.util.find_spec("torch_npu") is not None,
+    reason="torch_npu is here: simulated/test_ops.py runs its operators themselves",
 )
 
 

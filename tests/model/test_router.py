@@ -14,6 +14,7 @@ from torch import Tensor
 from backends.ops.router_topk.reference import count_picks
 from backends.ops.router_topk.scores import log_sqrt_softplus
 from backends.ops.router_topk.select import stable_topk
+from moe.errors import NumericError
 from moe.model.balance import expert_bias_update
 from moe.model.config import MoEConfig, RouterKind
 from moe.model.router import Router, Routing
@@ -328,3 +329,20 @@ def test_a_frozen_router_starts_as_any_other() -> None:
     assert torch.equal(frozen(batch).lm_loss_sum, free(batch).lm_loss_sum)
     frozen(batch).router.z_sum.sum().backward()
     assert frozen.embed.weight.grad.any()
+
+
+@pytest.mark.parametrize("option", ["router_logit_cap", "router_jitter", "router_noise", "none"])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_no_option_hides_a_logit_that_is_not_finite(option: str, bad: float) -> None:
+    """A cap makes a finite number of infinity: it must stop the step all the same, at once or by the sums of the step."""
+    moe = MoEConfig(num_experts=4, top_k=2, **({} if option == "none" else {option: 0.5}))
+    router = logits_router(moe)
+    router.train()
+    x_BSD = torch.ones(1, 2, 4)
+    with torch.no_grad():
+        router.weight[1] = bad
+    valid_BS = torch.ones(1, 2, dtype=torch.bool)
+    with pytest.raises(NumericError, match=r"layers\.3\.moe\.router: logits .*not finite"):
+        router(x_BSD, valid_BS)
+    router.stops_early = False
+    assert not router(x_BSD, valid_BS).stats.max_logit.isfinite()
