@@ -26,8 +26,9 @@ from moe.config import (
     to_yaml,
 )
 from moe.model.config import BalanceScope, RouterKind
+from moe.rules.ranges import value_at
 from moe.schema import RunConfig
-from moe.validate import validate, value_at
+from moe.validate import validate
 from moe.values import annotation_at, known_paths
 
 SPELLINGS = {"1e-5": 1e-5, "1e-05": 1e-5, "1E-4": 1e-4, "1.e-4": 1e-4, "3": 3.0, "1e5": 1e5, ".5": 0.5, "+1e-5": 1e-5}

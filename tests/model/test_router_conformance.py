@@ -194,7 +194,7 @@ def test_outputs_and_gradients_equal_the_float64_reference(kind: RouterKind, var
     """Ids, weights, sums; gradients of a task, of the balance loss and of the z-loss by the logits."""
     changes = VARIANTS[variant]
     if "num_groups" in changes and not ROUTER_TRAITS[kind].groups:
-        pytest.skip("cannot be limited to groups: refused by moe/validate.py")
+        pytest.skip("cannot be limited to groups: refused by moe/rules/routing.py")
     moe = config(kind, **changes)  # type: ignore[arg-type]
     num_experts = moe.num_experts
     router = logits_router(moe)

@@ -36,7 +36,7 @@ def deepspeed_settings(
     equal_ranks: whether all have as many; if not, stage 3 fetches a weight when it is needed and lets it go after use,
     for what DeepSpeed fetches ahead and keeps depends on the sizes of what a rank holds, and would not be alike.
     pin_memory: of what is offloaded; for accelerators. hidden_size: of the model, for "auto" in engine.ds_config.
-    Raises ValueError when the file of engine.ds_config cannot be read; moe.validate has refused what contradicts.
+    Raises ValueError when the file of engine.ds_config cannot be read; moe.rules.engine has refused what contradicts.
     """
     # Even, as the gather's alignment asks.
     bucket = 2 * max(1, min(BUCKET_ELEMENTS, num_elements) // 2)
