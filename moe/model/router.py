@@ -37,14 +37,6 @@ class Routing(NamedTuple):
     stats: RouterStats
 
 
-def not_finite_message(layer_index: int, rank: int | str, tokens: str = "") -> str:
-    """What is said of logits that are NaN or infinite."""
-    return (
-        f"layers.{layer_index}.moe.router: logits{tokens} are not finite (rank {rank}); the hidden states or the router's "
-        f"weight have overflowed: lower optim.lr or resume from an earlier checkpoint"
-    )
-
-
 def stop_if_not_finite(logits_TE: Tensor, layer_index: int) -> None:
     """Raise NumericError naming layer and rank when a logit is NaN or infinite, before any token is sent anywhere.
 
@@ -55,8 +47,11 @@ def stop_if_not_finite(logits_TE: Tensor, layer_index: int) -> None:
         return
     if not bool(logits_TE.detach().abs().amax().isfinite()):
         num_bad = int((~logits_TE.isfinite()).any(-1).sum())
-        tokens = f" of {num_bad} of {logits_TE.shape[0]} tokens"
-        raise NumericError(not_finite_message(layer_index, os.environ.get("RANK", "0"), tokens))
+        raise NumericError(
+            f"layers.{layer_index}.moe.router: logits of {num_bad} of {logits_TE.shape[0]} tokens are not finite "
+            f"(rank {os.environ.get('RANK', '0')}); the hidden states or the router's weight have overflowed: lower "
+            "optim.lr or resume from an earlier checkpoint"
+        )
 
 
 class Router(nn.Module):

@@ -65,13 +65,17 @@ def resume_run(
         if guard is not None:
             guard.load(state.extra.get(GUARD, {}))
         step = state.step
+    refuse_to_write_over(folder, step, way_out="choose trainer.resume=auto, or another run.dir")
+    return step
+
+
+def refuse_to_write_over(folder: Path, step: int, *, way_out: str) -> None:
+    """Raise CheckpointError when a run that goes on from a step would meet later checkpoints in its folder."""
     newer = [path for path in find_checkpoints(folder) if (step_of_path(path) or 0) > step]
     if newer:
         raise CheckpointError(
-            f"{folder} holds {newer[-1].name}, which a run from step {step} would have to write over; "
-            "choose trainer.resume=auto, or another run.dir"
+            f"{folder} holds {newer[-1].name}, which a run from step {step} would have to write over; {way_out}"
         )
-    return step
 
 
 def check_position(source: Path, state: TrainState, trainer: TrainerConfig) -> None:

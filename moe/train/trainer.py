@@ -17,10 +17,10 @@ from moe.diagnostics.load import drop_rate, max_vio
 from moe.diagnostics.progress import Progress
 from moe.diagnostics.record import EvalRecord, GuardRecord, StepRecord
 from moe.diagnostics.store import MetricsStore
-from moe.errors import CheckpointError, NumericError, StopRun, note_step
+from moe.errors import NumericError, StopRun, note_step
 from moe.model.batch import TokenBatch
 from moe.model.config import MoEConfig
-from moe.train.checkpoint.folder import CHECKPOINTS, find_checkpoints, step_of_path
+from moe.train.checkpoint.folder import CHECKPOINTS, step_of_path
 from moe.train.checkpoint.keeper import CheckpointKeeper
 from moe.train.checkpoint.load import load_checkpoint, newest_verified
 from moe.train.checkpoint.manifest import TrainState
@@ -31,7 +31,7 @@ from moe.train.guard import StepGuard, Trouble
 from moe.train.mesh import Mesh
 from moe.train.objective import count_tokens
 from moe.train.optim import learning_rate
-from moe.train.resume import GUARD
+from moe.train.resume import GUARD, refuse_to_write_over
 from moe.train.step import StepResult, count_step, expert_biases, mean_of, run_step
 from moe.train.stop import StopFlag
 from moe.train.traffic import collect_traffic, reduce_traffic
@@ -154,7 +154,7 @@ class Trainer:
         said = f"step {self.step}: {trouble.text} ({self._data_of(trouble, batch)}); nothing was changed"
         self.guard.bad(batch, self.step)
         if policy is GuardPolicy.stop or self.guard.in_row > limit:
-            many = f" This was bad step {self.guard.in_row} in a row, guard.max_in_row is {limit}." if limit else ""
+            many = f" This was bad step {self.guard.in_row} in a row, guard.max_in_row is {limit}."
             raise NumericError(
                 f"{said}.{'' if policy is GuardPolicy.stop else many} Start again (from the newest checkpoint, if there is "
                 "one) with a lower optim.lr, a longer optim.warmup_steps, engine.dtype=fp32, or guard.policy=skip to pass "
@@ -183,6 +183,11 @@ class Trainer:
                 f"{folder} has no checkpoint to go back to yet; save earlier (trainer.save_every), or choose "
                 "guard.policy=skip"
             )
+        refuse_to_write_over(
+            folder,
+            step_of_path(source) or 0,
+            way_out="it cannot be used: look at it with switchyard ckpt verify, move it away, and start again",
+        )
         state = load_checkpoint(
             source,
             engine=self.engine,
@@ -193,12 +198,6 @@ class Trainer:
             verified=True,
             say=self._say,
         )
-        newer = [path.name for path in find_checkpoints(folder) if (step_of_path(path) or 0) > state.step]
-        if newer:
-            raise CheckpointError(
-                f"{folder} holds {newer[-1]}, which cannot be used, and which going back to step {state.step} would write "
-                "over; look at it with switchyard ckpt verify, move it away, and start again"
-            )
         self.guard.go_back(state.extra.get(GUARD, {}))
         self.step = state.step
         if self.store is not None:

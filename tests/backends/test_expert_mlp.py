@@ -1,7 +1,6 @@
 """expert_mlp: every implementation against float64, in outputs and all gradients; fresh memory is NaN."""
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,19 +27,6 @@ SHAPES = {
     "multiples_of_16": ([16, 32, 0, 16], 16, 16),
     "odd_sizes": ([4, 0, 3], 17, 7),
 }
-
-
-@pytest.fixture
-def _nan_in_fresh_memory() -> Iterator[None]:
-    """torch fills what it allocates with NaN, and the allocator's free blocks hold NaN too."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    for _ in range(3):
-        blocks = [torch.full((size,), float("nan")) for size in (64, 256, 1024, 4096, 16384, 1 << 20) for _ in range(8)]
-        del blocks
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 class Case:

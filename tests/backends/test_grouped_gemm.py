@@ -1,7 +1,6 @@
 """grouped_gemm: every implementation against float64, in outputs and both gradients; fresh memory is NaN."""
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,19 +29,6 @@ SHAPES = {
     "one_row": ([0, 1], 16, 8),
 }
 ODD_SIZES = {"odd_in": ([4, 0, 3], 17, 16), "odd_out": ([4, 0, 3], 16, 7), "both_odd": ([1, 2], 3, 5)}
-
-
-@pytest.fixture
-def _nan_in_fresh_memory() -> Iterator[None]:
-    """torch fills what it allocates with NaN, and the allocator's free blocks hold NaN too."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    for _ in range(3):
-        blocks = [torch.full((size,), float("nan")) for size in (64, 256, 1024, 4096, 16384, 1 << 20) for _ in range(8)]
-        del blocks
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def operands(counts: list[int], in_features: int, out_features: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

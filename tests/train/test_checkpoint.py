@@ -48,19 +48,16 @@ def run_on_rank(
     import torch
     import torch.distributed as dist
 
-    from backends.resolve import resolve_backend
     from moe.data.loader import HeldoutData, TrainingData
     from moe.diagnostics.record import StepRecord
     from moe.errors import StopRun
-    from moe.train.build import build_engine
     from moe.train.checkpoint.manifest import settings_of
     from moe.train.guard import StepGuard
-    from moe.train.mesh import build_mesh
-    from moe.train.parallelize import build_model, weight_dtype
     from moe.train.resume import resume_run
     from moe.train.step import expert_biases
     from moe.train.stop import StopFlag
     from moe.train.trainer import Trainer
+    from tests.train.from_config import build
     from tests.train.shards import tiny_shards
 
     class Recorder:
@@ -95,18 +92,7 @@ def run_on_rank(
 
     flag = StopFlag()
     recorder = Recorder()
-    backend = resolve_backend("cpu", 0)
-    mesh = build_mesh(expert_size=config.parallel.expert, device=backend.device)
-    backend.seed(config.trainer.seed)
-    module = build_model(
-        config.model, config.moe, mesh=mesh, dispatch=config.dispatch, ops=config.backend.ops,
-        seed=config.trainer.seed, dtype=weight_dtype(config.engine.dtype), checkpoint_blocks=False,
-        placement=config.parallel.expert_placement,
-    )  # fmt: skip
-    engine = build_engine(
-        module, mesh=mesh, backend=backend, optim=config.optim, engine=config.engine,
-        accumulation=config.trainer.accumulation,
-    )  # fmt: skip
+    engine, mesh, backend = build(config)
     fingerprints = {"data": data}
     run_dir = Path(folder)
     guard = StepGuard(config.guard)
@@ -138,7 +124,7 @@ def run_on_rank(
         except KeyboardInterrupt:
             pass
         state = states_of(engine)
-        biases = [bias.clone().numpy() for bias in expert_biases(module)]
+        biases = [bias.clone().numpy() for bias in expert_biases(engine.module)]
         random = torch.get_rng_state().numpy()
     finally:
         engine.close()

@@ -21,6 +21,7 @@ from moe.train.checkpoint.manifest import FileEntry, read_manifest
 from moe.train.checkpoint.tensor_file import RawTensor, read_header, read_tensor, write_tensors
 from moe.train.config import DType, EngineKind
 from tests.process_pool import ProcessPool
+from tests.train.from_config import with_engine
 from tests.train.generations import edit_manifest, raw
 from tests.train.test_checkpoint import config_of, run_on_rank, states_of
 
@@ -51,34 +52,6 @@ def configured(layout: Layout, **trainer: Any) -> RunConfig:
         parallel=replace(config.parallel, expert_placement=placement),
         trainer=replace(config.trainer, **trainer),
     )
-
-
-def with_engine(config: RunConfig, work: Callable[[Any, Any, Any], Any]) -> Any:
-    """work(engine, mesh, backend) with an engine of this rank, which is closed afterwards."""
-    import torch.distributed as dist
-
-    from backends.resolve import resolve_backend
-    from moe.train.build import build_engine
-    from moe.train.mesh import build_mesh
-    from moe.train.parallelize import build_model, weight_dtype
-
-    backend = resolve_backend("cpu", 0)
-    mesh = build_mesh(expert_size=config.parallel.expert, device=backend.device)
-    module = build_model(
-        config.model, config.moe, mesh=mesh, dispatch=config.dispatch, ops=config.backend.ops,
-        seed=config.trainer.seed, dtype=weight_dtype(config.engine.dtype), checkpoint_blocks=False,
-        placement=config.parallel.expert_placement,
-    )  # fmt: skip
-    engine = build_engine(
-        module, mesh=mesh, backend=backend, optim=config.optim, engine=config.engine,
-        accumulation=config.trainer.accumulation,
-    )  # fmt: skip
-    try:
-        return work(engine, mesh, backend)
-    finally:
-        engine.close()
-        mesh.close()
-        dist.barrier()
 
 
 FILLS = {"weight": 100.0 + 1 / 1024, "exp_avg": 10.0, "exp_avg_sq": 20.0}

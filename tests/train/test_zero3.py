@@ -20,34 +20,9 @@ from moe.verify.layout import compare_traces, synthetic_batch
 from moe.verify.parity import Case
 from tests.distributed.test_parity import trace_on_rank
 from tests.process_pool import ProcessPool
+from tests.train.from_config import with_engine
 
 Pools = Callable[[int], ProcessPool]
-
-
-def with_engine(config: RunConfig, work: Callable[[Any, Any], Any]) -> Any:
-    """work(engine, mesh) on the layout of a configuration."""
-    from backends.resolve import resolve_backend
-    from moe.train.build import build_engine
-    from moe.train.mesh import build_mesh
-    from moe.train.parallelize import build_model, weight_dtype
-
-    backend = resolve_backend("cpu", 0)
-    mesh = build_mesh(expert_size=config.parallel.expert, device=backend.device)
-    module = build_model(
-        config.model, config.moe, mesh=mesh, dispatch=config.dispatch, ops=config.backend.ops,
-        seed=config.trainer.seed, dtype=weight_dtype(config.engine.dtype),
-        checkpoint_blocks=config.engine.activation_checkpointing is Checkpointing.full,
-        placement=config.parallel.expert_placement,
-    )  # fmt: skip
-    engine = build_engine(
-        module, mesh=mesh, backend=backend, optim=config.optim, engine=config.engine,
-        accumulation=config.trainer.accumulation,
-    )  # fmt: skip
-    try:
-        return work(engine, mesh)
-    finally:
-        engine.close()
-        mesh.close()
 
 
 def batches_of(config: RunConfig, mesh: Any) -> list[Any]:
@@ -78,7 +53,7 @@ def held_elements(module: torch.nn.Module) -> dict[str, int]:
 def pieces_case(config: RunConfig) -> tuple[list[dict[str, int]], dict[str, int], int]:
     """What is held after building, each backward and each step; the whole sizes; elements of all."""
 
-    def work(engine: Any, mesh: Any) -> Any:
+    def work(engine: Any, mesh: Any, _: Any) -> Any:
         held = [held_elements(engine.module)]
         for _ in range(3):
             for batch in batches_of(config, mesh):
@@ -120,7 +95,7 @@ def alone_case(config: RunConfig) -> tuple[float, list[int], float]:
     """Held-out loss, generated ids, and the norm of a step after both."""
     from moe.model.generate import generate
 
-    def work(engine: Any, mesh: Any) -> Any:
+    def work(engine: Any, mesh: Any, _: Any) -> Any:
         one_step(engine, mesh, config)
         module = engine.module
         module.eval()

@@ -1,7 +1,7 @@
 """Grouped matrix product by kernels of our own in Triton, forward and backward, without a wait for the device.
 
-Proven in Triton's interpreter and by compilation only; it has run on no GPU yet (docs/kernels.md). So it stands behind
-torch_native, and `auto` takes it on cuda for what that cannot do: float32, float16, odd sizes.
+Proven in Triton's interpreter and by compilation only; it has run on no GPU yet (docs/kernels.md). So it stands last in
+the table, where `auto` never takes it.
 
 Legend: R rows, E experts, D inputs, F outputs.
 """
