@@ -15,7 +15,7 @@ ASCEND_STAMP := $(ASCEND_VENV)/.installed
 KERNELS := .kernels
 TRITON := triton==3.9.0
 
-.PHONY: gpu kernels install demo test test-ascend lint types contracts unit clean
+.PHONY: gpu kernels install demo test test-ascend record-ascend lint types contracts unit clean
 
 install: $(STAMP)
 
@@ -60,6 +60,10 @@ gpu: install
 # Ascend without Ascend: the real torch_npu over a pretend CANN; see tests/ascend/sim/README.md. Needs g++, nm, readelf.
 test-ascend: $(ASCEND_STAMP)
 	$(ASCEND_VENV)/bin/python -m tests.ascend.sim.run -m pytest tests/ascend
+
+# Writes tests/ascend/calls.json again, after a change of the calls in backends/npu_ops.py or of tests/ascend/cases.py.
+record-ascend: $(ASCEND_STAMP)
+	$(ASCEND_VENV)/bin/python -m tests.ascend.sim.run -m tests.ascend.record
 
 $(ASCEND_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(ASCEND_VENV)

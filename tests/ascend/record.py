@@ -1,6 +1,6 @@
-"""Record what torch_npu says of the calls in cases.py, into calls.json. On the simulated NPU:
+"""Record what torch_npu says of the calls in cases.py, into calls.json: `make record-ascend`.
 
-.venv-ascend/bin/python -m tests.ascend.sim.run -m tests.ascend.record
+That is `.venv-ascend/bin/python -m tests.ascend.sim.run -m tests.ascend.record`; any Python that has torch_npu will do.
 """
 
 import importlib.metadata
@@ -45,6 +45,28 @@ def record() -> dict[str, Any]:
         "schemas": dict(sorted(schemas.items())),
         "calls": [calls[call] for call in sorted(calls)],
     }
+
+
+def differences(committed: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What the committed record lacks, holds in vain or says otherwise, a line each; none when it is as it must be."""
+    found = []
+    if committed["torch_npu"] != now["torch_npu"]:
+        found.append(f"torch_npu: recorded from {committed['torch_npu']}, here is {now['torch_npu']}")
+    sides = [
+        {
+            **{f"schema of {name}": schema for name, schema in content["schemas"].items()},
+            **{
+                json.dumps(call["call"]): json.dumps([call["result"], call["meta_kernel"]]) for call in content["calls"]
+            },
+        }
+        for content in (committed, now)
+    ]
+    for what in sorted(sides[0].keys() | sides[1].keys()):
+        before, after = (side.get(what) for side in sides)
+        if before != after:
+            said = "not recorded" if before is None else "recorded, not made any more" if after is None else "changed"
+            found.append(f"{said}: {what}" + (f": {before} -> {after}" if before and after else ""))
+    return found
 
 
 def as_text(content: dict[str, Any]) -> str:

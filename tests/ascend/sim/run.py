@@ -6,12 +6,14 @@ Builds the libraries first when they, the sources or the wheel have changed. End
 installed or does not see the simulated devices: a run that tests nothing must not look like one that passes.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,15 +43,22 @@ def environment(libraries: Path) -> dict[str, str]:
 
 
 def libraries() -> Path:
-    """The built libraries of this environment; builds them when something has changed."""
-    folder = Path(sys.prefix) / "simulated-cann"
+    """The libraries of this environment, wheel and source; builds them where they are not there yet.
+
+    A folder per source: several checkouts may share an environment, and build at the same time.
+    """
     digest = hashlib.sha256(importlib.metadata.version("torch_npu").encode())
     for path in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h"), HERE / "generate.py"]):
         digest.update(path.read_bytes())
-    stamp = folder / "built-from"
-    if not stamp.is_file() or stamp.read_text() != digest.hexdigest():
-        print(f"simulated CANN: {build(Path(sysconfig.get_path('purelib')), folder)}", flush=True)
-        stamp.write_text(digest.hexdigest())
+    folder = Path(sys.prefix) / "simulated-cann" / digest.hexdigest()[:16]
+    if not folder.is_dir():
+        folder.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-") as unfinished:
+            built = Path(unfinished) / "built"
+            print(f"simulated CANN: {build(Path(sysconfig.get_path('purelib')), built)}", flush=True)
+            # Another process may have been faster with the same source.
+            with contextlib.suppress(OSError):
+                built.rename(folder)
     return folder
 
 
