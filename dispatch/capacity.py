@@ -116,16 +116,22 @@ def reference_keep_first(
 
 
 def keep_first_of_all(
-    bins_M: Tensor, priority_M: Tensor | None, count_Wb: Tensor, limit_b: Tensor, channel: Channel
+    bins_M: Tensor,
+    priority_M: Tensor | None,
+    count_Wb: Tensor,
+    limit_b: Tensor,
+    channel: Channel,
+    places_M: Tensor | None = None,
 ) -> Tensor:
-    """`keep_first` over the picks of all ranks of the channel, in the order of ranks (collective): bool [M] of this rank.
+    """`keep_first` over the picks of all ranks of the channel (collective): bool [M] of this rank.
 
-    count_Wb: int64, picks of every rank for each bin. All ranks pass the same counts and limits.
-    By place alone a rank knows from the counts how much room the ranks before it leave. Otherwise picks of overfull
-    bins, and no others, are gathered.
+    count_Wb: int64, picks of every rank for each bin. All ranks pass the same counts and limits. places_M: int64, where
+    each pick stands among those of all ranks; None: they stand in the order of ranks.
+    By place alone, in the order of ranks, a rank knows from the counts how much room the ranks before it leave.
+    Otherwise picks of overfull bins, and no others, are gathered.
     """
     rank = dist.get_rank(channel.group)
-    if priority_M is None:
+    if priority_M is None and places_M is None:
         before_b = count_Wb[:rank].sum(0)
         return keep_first(bins_M, None, (limit_b - before_b).clamp(min=0))
     overfull_b = count_Wb.sum(0) > limit_b
@@ -137,12 +143,18 @@ def keep_first_of_all(
         return kept_M
     overfull_M = torch.cat((overfull_b.new_zeros(1), overfull_b))[bins_M - NOT_DISPATCHED]
     stake = overfull_M.nonzero().squeeze(1)
-    own = torch.full((most, 2), NOT_DISPATCHED, dtype=torch.int64, device=bins_M.device)
-    own[: stake.shape[0]] = torch.stack((bins_M[stake], priority_M[stake]), 1)
+    columns = [column_M for column_M in (bins_M, priority_M, places_M) if column_M is not None]
+    own = torch.full((most, len(columns)), NOT_DISPATCHED, dtype=torch.int64, device=bins_M.device)
+    own[: stake.shape[0]] = torch.stack([column_M[stake] for column_M in columns], 1)
     phase = forward_phase()
     channel.traffic.count_bytes(phase, channel.links_P, [own.nbytes] * channel.num_ranks)
     everyone = start_all_gather(own, channel, phase).wait()
-    decided = keep_first(everyone[:, 0], everyone[:, 1], limit_b)
+    order = torch.arange(everyone.shape[0], device=bins_M.device)
+    if places_M is not None:
+        order = torch.argsort(everyone[:, -1], stable=True)
+    in_order = everyone[order]
+    decided = torch.empty_like(order, dtype=torch.bool)
+    decided[order] = keep_first(in_order[:, 0], None if priority_M is None else in_order[:, 1], limit_b)
     kept_M[stake] = decided[rank * most : rank * most + stake.shape[0]]
     return kept_M
 
@@ -160,11 +172,18 @@ class ExpertLimit:
     channel: Channel | None
     """All ranks of a micro-step, with scope global; None: this rank decides alone."""
 
-    def keep(self, ids_TK: Tensor, priority_TK: Tensor | None, valid_T: Tensor, terms: Terms) -> Tensor:
-        """Which picks are kept: bool [M]."""
+    def keep(
+        self,
+        ids_TK: Tensor,
+        priority_TK: Tensor | None,
+        valid_T: Tensor,
+        terms: Terms,
+        places_TK: Tensor | None = None,
+    ) -> Tensor:
+        """Which picks are kept: bool [M]. places_TK: see `keep_first_of_all`."""
         num_tokens = valid_T.sum()
         bins_M = ids_TK.flatten()
-        priority_M = None if priority_TK is None else priority_TK.flatten()
+        priority_M = _flat(priority_TK)
         if self.channel is None:
             capacity = self.capacity(ids_TK.shape[0] if self.static else num_tokens)
             limit_E = torch.zeros(self.num_experts, dtype=torch.int64, device=bins_M.device) + capacity
@@ -172,7 +191,7 @@ class ExpertLimit:
         numbers = torch.cat((num_tokens.view(1), count_bins(bins_M, self.num_experts)))
         everyone = gather_numbers(numbers, terms, self.channel)
         limit_E = everyone[0, 1:].new_zeros(self.num_experts) + self.capacity(everyone[:, 0].sum())
-        return keep_first_of_all(bins_M, priority_M, everyone[:, 1:], limit_E, self.channel)
+        return keep_first_of_all(bins_M, priority_M, everyone[:, 1:], limit_E, self.channel, _flat(places_TK))
 
     def capacity(self, num_tokens: Tensor | int) -> Tensor | int:
         """Picks that an expert serves."""
@@ -199,16 +218,16 @@ class RankLimit:
     channel: Channel | None
     """The expert group; None with one rank."""
 
-    def keep(self, ids_TK: Tensor, priority_TK: Tensor | None, terms: Terms) -> Tensor:
-        """Which picks are kept: bool [M]."""
+    def keep(self, ids_TK: Tensor, priority_TK: Tensor | None, terms: Terms, places_TK: Tensor | None = None) -> Tensor:
+        """Which picks are kept: bool [M]. places_TK: see `keep_first_of_all`."""
         bins_M = self.rank_of_expert.to(ids_TK.device)[ids_TK.flatten()]
-        priority_M = None if priority_TK is None else priority_TK.flatten()
+        priority_M = _flat(priority_TK)
         num_ranks = 1 if self.channel is None else self.channel.num_ranks
         limit_P = torch.full((num_ranks,), self.max_rows, dtype=torch.int64, device=bins_M.device)
         if self.channel is None:
             return keep_first(bins_M, priority_M, limit_P)
         count_WP = gather_numbers(count_bins(bins_M, num_ranks), terms, self.channel)
-        return keep_first_of_all(bins_M, priority_M, count_WP, limit_P, self.channel)
+        return keep_first_of_all(bins_M, priority_M, count_WP, limit_P, self.channel, _flat(places_TK))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +246,7 @@ class Limiter:
         topk_weights_TK: Tensor,
         valid_T: Tensor,
         random_keys_TK: Tensor | None,
+        places_T: Tensor | None = None,
         *,
         layer_index: int,
         training: bool,
@@ -236,14 +256,19 @@ class Limiter:
         Capacity is for training alone: what an evaluated or sampled token gets must not depend on its neighbours. The
         bound of a rank holds always.
         topk_weights_TK: fp32. valid_T: bool, False for padding. random_keys_TK: int64 for policy random, from `seed`.
+        places_T: int64, each token's place among those of all ranks; None: ranks have consecutive tokens, in order.
         """
         ids_TK = topk_expert_ids_TK
         priority_TK = priorities(self.policy, topk_weights_TK, random_keys_TK)
-        terms = Terms(layer_index, ids_TK.shape[1], 0, 0, 0, 0)
+        top_k = ids_TK.shape[1]
+        terms = Terms(layer_index, top_k, 0, 0, 0, 0)
+        places_TK = None
+        if places_T is not None:
+            places_TK = places_T[:, None] * top_k + torch.arange(top_k, device=ids_TK.device)
         if self.experts is not None and training:
-            ids_TK = drop(ids_TK, self.experts.keep(ids_TK, priority_TK, valid_T, terms))
+            ids_TK = drop(ids_TK, self.experts.keep(ids_TK, priority_TK, valid_T, terms, places_TK))
         if self.rank is not None:
-            ids_TK = drop(ids_TK, self.rank.keep(ids_TK, priority_TK, terms))
+            ids_TK = drop(ids_TK, self.rank.keep(ids_TK, priority_TK, terms, places_TK))
         return ids_TK
 
     def refuse(self, device: torch.device, top_k: int, *, layer_index: int, training: bool) -> bool:
@@ -258,6 +283,10 @@ class Limiter:
             gather_numbers(numbers, terms, self.rank.channel, Status.not_finite)
             return True
         return False
+
+
+def _flat(numbers_TK: Tensor | None) -> Tensor | None:
+    return None if numbers_TK is None else numbers_TK.flatten()
 
 
 def drop(topk_expert_ids_TK: Tensor, kept_M: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
         stack.enter_context(process_group(collective=backend.collective, rank=job.rank, world_size=job.world_size))
         mesh = build_mesh(
             expert_size=config.parallel.expert,
+            sequence_size=config.parallel.sequence,
             device=backend.device,
             ranks_per_node=config.parallel.ranks_per_node or job.local_world_size,
         )
@@ -56,7 +57,7 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
         if progress is not None:
             stack.callback(progress.close)
             say = progress.message
-        gather = gather_over(mesh.data_group, mesh.world_size)
+        gather = gather_over(mesh.world_group, mesh.world_size)
         stack.enter_context(hold_run_folder(run_dir, rank=mesh.rank, gather=gather, say=say))
 
         data = once_per_machine(
@@ -82,8 +83,8 @@ def pretrain(config: RunConfig, job: JobEnvironment, run_dir: Path | None) -> in
             placement=config.parallel.expert_placement,
             tokens_per_rank=config.trainer.batch_size
             // config.trainer.accumulation
-            // mesh.data_size
-            * config.data.seq_len,
+            * config.data.seq_len
+            // mesh.world_size,
         )
         say(describe_run(config, job, backend.name))
         engine = build_engine(

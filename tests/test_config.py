@@ -296,6 +296,12 @@ def test_a_character_that_yaml_loses_is_refused() -> None:
         ("moe.top_k=5", r"moe\.top_k \(5\) must be at most moe\.num_experts \(4\); choose 4 or less"),
         ("parallel.nproc=3", r"parallel\.expert \(2\) must divide .*parallel\.nproc \(3\); choose one of 1, 3"),
         ("trainer.batch_size=9", r"trainer\.batch_size \(9\) must be divisible .*\(2 \* 1 = 2\); choose 8 or 10"),
+        ("parallel.sequence=3", r"parallel\.sequence \(3\) must divide .*parallel\.nproc \(2\); choose one of 1, 2"),
+        ("parallel.sequence=0", r"parallel\.sequence \(0\) must be at least 1"),
+        (
+            "parallel={nproc: 8, sequence: 8}",
+            r"parallel\.sequence \(8\) must divide model\.num_heads \(\d\): .*choose one of",
+        ),
         ("trainer.accumulation=3", r"trainer\.batch_size \(8\) must be divisible .*\(2 \* 3 = 6\); choose 6 or 12"),
         ("model.num_heads=3", r"model\.hidden_size \(64\) must be divisible by model\.num_heads \(3\)"),
         ("model.num_heads=64", r"model\.hidden_size \(64\) must give an even head"),

@@ -19,33 +19,33 @@ ORDER_VERSION = 1
 
 
 def sample_index_for(
-    step: int, micro_step: int, rank: int, *, batch_size: int, accumulation: int, world_size: int
+    step: int, micro_step: int, data_rank: int, *, batch_size: int, accumulation: int, data_size: int
 ) -> range:
     """Samples of one rank's micro-batch.
 
     `step` counts from 0 and begins at sample step · batch_size. Micro-step m takes batch_size / accumulation samples in
-    order, rank r the r-th of world_size equal contiguous parts. So the samples of a step are the same in every layout.
+    order, data rank r the r-th of data_size equal contiguous parts. So the samples of a step are the same in every layout.
 
-    Raises: ValueError when world_size · accumulation does not divide batch_size, or an argument is out of range.
+    Raises: ValueError when data_size · accumulation does not divide batch_size, or an argument is out of range.
     """
-    parts = world_size * accumulation
-    if min(batch_size, accumulation, world_size) < 1:
+    parts = data_size * accumulation
+    if min(batch_size, accumulation, data_size) < 1:
         raise ValueError(
-            f"trainer.batch_size ({batch_size}), trainer.accumulation ({accumulation}) and the number of ranks "
-            f"({world_size}) must each be at least 1"
+            f"trainer.batch_size ({batch_size}), trainer.accumulation ({accumulation}) and the number of data ranks "
+            f"({data_size}) must each be at least 1"
         )
     if batch_size % parts:
         raise ValueError(
-            f"trainer.batch_size ({batch_size}) must be a multiple of ranks * trainer.accumulation "
-            f"({world_size} * {accumulation}); choose {-(-batch_size // parts) * parts}"
+            f"trainer.batch_size ({batch_size}) must be a multiple of data ranks * trainer.accumulation "
+            f"({data_size} * {accumulation}); choose {-(-batch_size // parts) * parts}"
         )
-    if step < 0 or not 0 <= micro_step < accumulation or not 0 <= rank < world_size:
+    if step < 0 or not 0 <= micro_step < accumulation or not 0 <= data_rank < data_size:
         raise ValueError(
-            f"step {step}, micro-step {micro_step}, rank {rank}: must lie in 0 …, 0 … {accumulation - 1}, "
-            f"0 … {world_size - 1}"
+            f"step {step}, micro-step {micro_step}, data rank {data_rank}: must lie in 0 …, 0 … {accumulation - 1}, "
+            f"0 … {data_size - 1}"
         )
     count = batch_size // parts
-    start = step * batch_size + (micro_step * world_size + rank) * count
+    start = step * batch_size + (micro_step * data_size + data_rank) * count
     return range(start, start + count)
 
 

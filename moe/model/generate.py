@@ -40,7 +40,8 @@ def generate(
     text = list(prompt_ids)
     ended_at: int | None = None
     for _ in range(max_tokens):
-        x_BSD, _ = model.hidden(one_document(text, device))
+        with model.whole_rows():  # a text of one token cannot be cut, and every rank has all of it
+            x_BSD, _ = model.hidden(one_document(text, device))
         logits_V = model.project(x_BSD[0, -1]).cpu()
         if temperature == 0:
             token = int(logits_V.argmax())

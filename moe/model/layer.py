@@ -96,6 +96,7 @@ class MoELayer(nn.Module):
             routing.topk_weights_TK,
             valid_BS.reshape(-1),
             random_keys_TK,
+            None if tokens is None or tokens.places_BS is None else tokens.places_BS.flatten(),
             layer_index=self.layer_index,
             training=self.training,
         )

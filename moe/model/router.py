@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from backends.ops.router_topk import router_topk
 from backends.ops.router_topk.spec import Choice, Picks
+from dispatch.sequence import SequenceShards
 from moe.errors import NumericError
 from moe.model.config import ROUTER_TRAITS, MoEConfig, RouterDType
 from moe.model.outputs import RouterStats
@@ -93,6 +94,8 @@ class Router(nn.Module):
             self.weight = nn.Parameter(weight_ED)
         has_bias = ROUTER_TRAITS[moe.router].expert_bias
         self.register_buffer("expert_bias", torch.zeros(moe.num_experts, dtype=torch.float32) if has_bias else None)
+        self.sequence: SequenceShards | None = None
+        """How rows are cut over ranks; None: they are whole. Whoever lays out a run puts it in."""
         self.replayed_ids_BSP: Tensor | None = None
         """Set by `moe.model.routers.replay.replaying` alone: ids to route by in place of the rule's choice."""
 
@@ -179,4 +182,21 @@ class Router(nn.Module):
             input_ids_T=None if tokens is None else tokens.input_ids_BS.reshape(-1),
             layer_index=self.layer_index,
         )
-        return self.rule.select(given, self.moe)
+        if self.sequence is None or not self.rule.needs_rows:
+            return self.rule.select(given, self.moe)
+        assert tokens is not None
+        assert tokens.valid_rows_BC is not None
+        return self._picks_of_rows(self.sequence, given, tokens.valid_rows_BC)
+
+    def _picks_of_rows(self, sequence: SequenceShards, given: RouterInput, valid_BC: Tensor) -> Picks:
+        """What the rule chooses for this rank's tokens when it has seen the whole rows (collective)."""
+        num_rows, num_tokens = valid_BC.shape
+        logits_BSE = given.logits_TE.view(num_rows, -1, given.logits_TE.shape[-1])
+        logits_TE = sequence.gather(logits_BSE, num_tokens).flatten(0, 1)
+        whole = given._replace(logits_TE=logits_TE, valid_BS=valid_BC)
+        assert self.rule.select is not None
+        ids_TP, margins_T = self.rule.select(whole, self.moe)
+        return Picks(
+            sequence.own(ids_TP.unflatten(0, (num_rows, num_tokens))).flatten(0, 1),
+            sequence.own(margins_T.view(num_rows, num_tokens)).flatten(),
+        )

@@ -60,7 +60,7 @@ def ds_config(config: RunConfig) -> Iterator[Problem]:
         optim=config.optim,
         accumulation=config.trainer.accumulation,
         batch_size=config.trainer.batch_size,
-        num_ranks=parallel.nproc,
+        num_ranks=parallel.nproc // parallel.sequence,
         equal_ranks=equal_ranks,
     )
     for conflict in conflicts(file, ours):

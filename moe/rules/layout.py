@@ -29,18 +29,21 @@ def processes(config: RunConfig) -> Iterator[Problem]:
             way_out=f"choose {moe.num_experts} or less, or more experts",
             involves=("moe.num_experts",),
         )
-    parts = parallel.nproc * trainer.accumulation
-    if trainer.batch_size % parts:
-        yield Problem(
-            path="trainer.batch_size",
-            value=trainer.batch_size,
-            rule=(
-                f"must be divisible by parallel.nproc * trainer.accumulation "
-                f"({parallel.nproc} * {trainer.accumulation} = {parts})"
-            ),
-            way_out=f"choose {multiples_near(trainer.batch_size, parts)}",
-            involves=("parallel.nproc", "trainer.accumulation"),
-        )
+    yield from _sequence(config)
+    if parallel.nproc % parallel.sequence == 0:
+        parts = parallel.nproc // parallel.sequence * trainer.accumulation
+        ranks = "parallel.nproc" if parallel.sequence == 1 else "parallel.nproc / parallel.sequence"
+        if trainer.batch_size % parts:
+            yield Problem(
+                path="trainer.batch_size",
+                value=trainer.batch_size,
+                rule=(
+                    f"must be divisible by {ranks} * trainer.accumulation "
+                    f"({parallel.nproc // parallel.sequence} * {trainer.accumulation} = {parts})"
+                ),
+                way_out=f"choose {multiples_near(trainer.batch_size, parts)}",
+                involves=("parallel.nproc", "parallel.sequence", "trainer.accumulation"),
+            )
     nodes = parallel.ranks_per_node
     if nodes is not None and parallel.expert % nodes and nodes % parallel.expert:
         yield Problem(
@@ -55,6 +58,38 @@ def processes(config: RunConfig) -> Iterator[Problem]:
                 f"{multiples_near(parallel.expert, nodes)}"
             ),
             involves=("parallel.expert",),
+        )
+
+
+def _sequence(config: RunConfig) -> Iterator[Problem]:
+    """Rows shared by ranks."""
+    parallel, model, data = config.parallel, config.model, config.data
+    if parallel.nproc % parallel.sequence:
+        yield Problem(
+            path="parallel.sequence",
+            value=parallel.sequence,
+            rule=f"must divide the number of processes, parallel.nproc ({parallel.nproc})",
+            way_out=(
+                f"choose one of {divisors(parallel.nproc)}, "
+                f"or parallel.nproc {multiples_near(parallel.nproc, parallel.sequence)}"
+            ),
+            involves=("parallel.nproc",),
+        )
+    if model.num_heads % parallel.sequence:
+        yield Problem(
+            path="parallel.sequence",
+            value=parallel.sequence,
+            rule=f"must divide model.num_heads ({model.num_heads}): each rank attends with an equal part of the heads",
+            way_out=f"choose one of {divisors(model.num_heads)}",
+            involves=("model.num_heads",),
+        )
+    if data.seq_len < parallel.sequence:
+        yield Problem(
+            path="parallel.sequence",
+            value=parallel.sequence,
+            rule=f"must be at most data.seq_len ({data.seq_len}): every rank has positions of its own",
+            way_out=f"choose {data.seq_len} or less, or longer rows",
+            involves=("data.seq_len",),
         )
 
 

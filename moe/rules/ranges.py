@@ -67,6 +67,7 @@ RANGES: dict[str, tuple[Callable, str, str]] = {
     "moe.balance.global_batch": _NOT_NEGATIVE,
     "parallel.nproc": _POSITIVE,
     "parallel.expert": _POSITIVE,
+    "parallel.sequence": _POSITIVE,
     "parallel.ranks_per_node": _POSITIVE,
     "dispatch.chunks": _POSITIVE,
     "dispatch.capacity_factor": (

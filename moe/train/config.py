@@ -54,6 +54,9 @@ class ParallelConfig:
     """Processes that `switchyard run` starts on this machine; under a launcher the launcher's count holds."""
     expert: int = 1
     """Expert-parallel size; divides the number of ranks. Experts are shared out as evenly as can be."""
+    sequence: int = 1
+    """Sequence-parallel size: so many consecutive ranks share rows, each with a part of the positions, and exchange heads
+    for positions around attention (docs/sequence.md). Divides the number of ranks and model.num_heads."""
     expert_placement: list[int] | None = None
     """Rank in the expert group of each expert, in the order of their ids; null: contiguous, as even as can be. Unequal
     numbers of experts per rank exclude engine.zero_stage=2 under DeepSpeed."""

@@ -111,7 +111,7 @@ class DeepSpeedEngine:
         self._micro_batches = 0
         # Stage 3 of 0.19.8 knows averages alone, and refuses gradient_allreduce_op=sum. Dense and expert gradients alike
         # are divided by the number of all ranks, so one factor on the loss makes sums of both. Condition: it takes sum.
-        self._averaged_ranks = mesh.data_size if engine.zero_stage == 3 else 1
+        self._averaged_ranks = mesh.world_size if engine.zero_stage == 3 else 1
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._own_attributes = {p: set(vars(p)) for p in [*module.parameters(), *module.modules()]}
         self._own_tables = {part: part._parameters for part in module.modules()}
@@ -388,7 +388,7 @@ def _prepare_deepspeed(mesh: Mesh, backend: Backend) -> None:
         )
     # Private, condition: deepspeed.initialize takes process groups. It clones the world once per process and would keep
     # the clone of a job that has been torn down.
-    deepspeed_groups._WORLD_GROUP = mesh.data_group
+    deepspeed_groups._WORLD_GROUP = mesh.world_group
 
 
 def _no_shared_memory_op() -> None:

@@ -67,7 +67,7 @@ class TorchEngine:
     def _reduce(self) -> None:
         """Sum gradients over replicas, once a step."""
         for name, parameter in self._parameters.items():
-            group = self._mesh.expert_data_group if is_expert(name) else self._mesh.data_group
+            group = self._mesh.expert_data_group if is_expert(name) else self._mesh.world_group
             if dist.get_world_size(group) > 1:
                 dist.all_reduce(self._optimizer.masters[parameter].grad, group=group)
 

@@ -22,6 +22,7 @@ from moe.model.batch import IGNORE_LABEL, PADDING_DOCUMENT, TokenBatch
 from moe.model.config import BalanceScope, MoEConfig, balance_terms
 from moe.model.outputs import ModelOutput, RouterStats
 from moe.model.transformer import Transformer
+from moe.train.mesh import Mesh
 
 FIGURES = ("z", "entropy", "margin", *(scope.name for scope in BalanceScope))
 """What is summed per MoE layer; a balance scope that is not asked for stays 0."""
@@ -37,8 +38,10 @@ class StepCounts:
     """Tokens that are not padding: router losses are their mean."""
 
 
-def count_tokens(batches: Sequence[TokenBatch]) -> StepCounts:
-    """Count this rank's share; the caller sums over ranks."""
+def count_tokens(batches: Sequence[TokenBatch], mesh: Mesh) -> StepCounts:
+    """Count this rank's share; the caller sums over ranks. Ranks that share rows have them counted by their first."""
+    if mesh.sequence_rank:
+        return StepCounts(labelled_tokens=0, valid_tokens=0)
     return StepCounts(
         labelled_tokens=sum(int((batch.labels_BS != IGNORE_LABEL).sum()) for batch in batches),
         valid_tokens=sum(int((batch.document_ids_BS != PADDING_DOCUMENT).sum()) for batch in batches),
@@ -127,7 +130,7 @@ def loss_share(
     *,
     moe: MoEConfig,
     counts: StepCounts,
-    data_group: dist.ProcessGroup,
+    mesh: Mesh,
     sums: StepSums,
     step_counts_LE: Tensor | None = None,
 ) -> Tensor:
@@ -143,7 +146,7 @@ def loss_share(
     if router is not None:
         valid = max(counts.valid_tokens, 1) * router.z_sum.shape[0]
         terms = balance_terms(moe)
-        balance_sums = balance_sums_by_scope(router, list(terms), data_group, step_counts_LE)
+        balance_sums = balance_sums_by_scope(router, list(terms), mesh, step_counts_LE)
         for scope, coefficient in terms.items():
             share = share + coefficient * balance_sums[scope].sum() / valid
         if moe.router_z_coef:
@@ -153,17 +156,22 @@ def loss_share(
 
 
 def balance_sums_by_scope(
-    router: RouterStats, scopes: Sequence[BalanceScope], data_group: dist.ProcessGroup, step_counts_LE: Tensor | None
+    router: RouterStats, scopes: Sequence[BalanceScope], mesh: Mesh, step_counts_LE: Tensor | None
 ) -> dict[BalanceScope, Tensor]:
     """This rank's balance sum [L] in each of the scopes, differentiable. Collective as `loss_share`."""
     counts_LBE, probs_LBE = router.tokens_per_expert_BE, router.router_probs_sum_BE
-    probs_LE, own_counts_LE = probs_LBE.sum(1), counts_LBE.sum(1)
+    if mesh.sequence_group is not None and not {BalanceScope.sequence, BalanceScope.micro_batch}.isdisjoint(scopes):
+        # The pools are rows, of which this rank counted its own positions.
+        counts_LBE = counts_LBE.clone()
+        dist.all_reduce(counts_LBE, group=mesh.sequence_group)
+    probs_LE, rows_counts_LE = probs_LBE.sum(1), counts_LBE.sum(1)
+    own_counts_LE = router.tokens_per_expert_BE.sum(1)
     micro_step_counts_LE = own_counts_LE
     if BalanceScope.batch in scopes or (BalanceScope.global_batch in scopes and step_counts_LE is None):
         micro_step_counts_LE = own_counts_LE.clone()
-        dist.all_reduce(micro_step_counts_LE, group=data_group)
+        dist.all_reduce(micro_step_counts_LE, group=mesh.world_group)
     pools = {
-        BalanceScope.micro_batch: own_counts_LE,
+        BalanceScope.micro_batch: rows_counts_LE,
         BalanceScope.batch: micro_step_counts_LE,
         BalanceScope.global_batch: micro_step_counts_LE if step_counts_LE is None else step_counts_LE,
     }
@@ -178,7 +186,7 @@ def balance_sums_by_scope(
 
 
 @torch.no_grad()
-def count_picks_of_step(module: Transformer, batches: Sequence[TokenBatch], data_group: dist.ProcessGroup) -> Tensor:
+def count_picks_of_step(module: Transformer, batches: Sequence[TokenBatch], mesh: Mesh) -> Tensor:
     """Picks of the whole step over all ranks, [L, E] int64, by a forward without gradients (collective).
 
     The first backward of a step needs them: the gradient of the global-batch loss is linear in the fractions of *all*
@@ -193,5 +201,5 @@ def count_picks_of_step(module: Transformer, batches: Sequence[TokenBatch], data
         counts_LE = stats.tokens_per_expert_BE.sum(1)
         total_LE = counts_LE if total_LE is None else total_LE + counts_LE
     assert total_LE is not None
-    dist.all_reduce(total_LE, group=data_group)
+    dist.all_reduce(total_LE, group=mesh.world_group)
     return total_LE

@@ -112,7 +112,7 @@ def agreed_norm(norm: float, limit: float, mesh: Mesh) -> float:
     largest = torch.tensor(norm if math.isfinite(norm) else math.inf, dtype=torch.float64, device="cpu")
     if mesh.device.type != "cpu":
         largest = largest.float().to(mesh.device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.data_group)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.world_group)
     return float(largest)
 
 

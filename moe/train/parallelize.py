@@ -9,7 +9,10 @@ from backends.config import OpsConfig
 from dispatch.build import build_dispatcher, build_limiter, build_padded_dispatcher
 from dispatch.choose import StepSize, resolve_auto
 from dispatch.config import DispatchConfig
+from dispatch.exchange import open_channel
 from dispatch.interface import TokenDispatcher
+from dispatch.sequence import SequenceShards
+from dispatch.traffic import Traffic
 from moe.model.config import ModelConfig, MoEConfig
 from moe.model.experts import Experts
 from moe.model.init import initialise
@@ -34,6 +37,12 @@ def parallelize(
     placement: rank in the expert group of each expert; None: contiguous, as even as can be. seed: of what is dropped at
     random.
     """
+    if mesh.sequence_group is not None:
+        traffic = Traffic()
+        channel = open_channel(
+            mesh.sequence_group, ranks_per_node=mesh.topology.ranks_per_node, traffic=traffic, check=dispatch.check
+        )
+        model.cut_rows(SequenceShards(channel=channel, rank=mesh.sequence_rank, data_rank=mesh.data_rank))
     for layer in model.modules():
         if isinstance(layer, MoELayer):
             group, top_k = mesh.expert_group, layer.router.moe.top_k
@@ -49,7 +58,7 @@ def parallelize(
                 dispatch,
                 num_experts=layer.num_experts,
                 top_k=top_k,
-                data_group=mesh.data_group,
+                data_group=mesh.world_group,
                 expert_group=group,
                 placement=placement,
                 topology=mesh.topology,

@@ -106,11 +106,11 @@ def count_step(batches: Sequence[TokenBatch], *, mesh: Mesh, stop_requested: boo
 
     The stop flag rides on the one small exchange that a step needs anyway, so all ranks stop before the same step.
     """
-    local = count_tokens(batches)
+    local = count_tokens(batches, mesh)
     numbers = torch.tensor(
         [local.labelled_tokens, local.valid_tokens, int(stop_requested)], dtype=torch.int64, device=mesh.device
     )
-    dist.all_reduce(numbers, group=mesh.data_group)
+    dist.all_reduce(numbers, group=mesh.world_group)
     labelled, valid, stops = numbers.tolist()
     return StepCounts(labelled_tokens=labelled, valid_tokens=valid), stops > 0
 
@@ -143,25 +143,23 @@ def run_step(
     sums = StepSums.zeros(len(layers), moe.num_experts, mesh.device)
     step_counts_LE = None
     if layers and len(batches) > 1 and BalanceScope.global_batch in balance_terms(moe):
-        step_counts_LE = count_picks_of_step(module, batches, mesh.data_group)
+        step_counts_LE = count_picks_of_step(module, batches, mesh)
     losses = []
     for batch in batches:
         output = engine.forward(batch)
         losses.append(output.lm_loss_sum.detach())
-        share = loss_share(
-            output, moe=moe, counts=counts, data_group=mesh.data_group, sums=sums, step_counts_LE=step_counts_LE
-        )
+        share = loss_share(output, moe=moe, counts=counts, mesh=mesh, sums=sums, step_counts_LE=step_counts_LE)
         engine.backward(share)
     if before_update is not None:
         before_update()
-    sums.reduce(mesh.data_group)
+    sums.reduce(mesh.world_group)
     trouble = find_trouble(
         sums,
         counts,
         losses,
         moe=moe,
         layer_indices=[layer.layer_index for layer in layers],
-        group=mesh.data_group,
+        group=mesh.world_group,
     )
     guard = guard or StepGuard(GuardConfig())
     limit = guard.norm_limit() if trouble is None else NOTHING

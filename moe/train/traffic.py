@@ -43,7 +43,7 @@ def reduce_traffic(records: list[TrafficRecord], mesh: Mesh) -> StepTraffic | No
         dtype=torch.float32 if mesh.device.type == "npu" else torch.float64,
         device=mesh.device,
     )
-    dist.all_reduce(sums, group=mesh.data_group)
+    dist.all_reduce(sums, group=mesh.world_group)
     across, node, seconds, exposed = sums.tolist()
     return StepTraffic(
         bytes_across=int(across),

@@ -247,11 +247,12 @@ class Trainer:
         for batch in batches:
             own = self._rank_part(batch)
             output = self.engine.module(own)
-            sums += torch.stack([output.lm_loss_sum, sums.new_tensor(count_tokens([own]).labelled_tokens)])
+            labelled = count_tokens([own], self.mesh).labelled_tokens
+            sums += torch.stack([output.lm_loss_sum, sums.new_tensor(labelled)])
             if output.router is not None:
                 counts_LE += output.router.tokens_per_expert_BE.sum(1)
-        dist.all_reduce(sums, group=self.mesh.data_group)
-        dist.all_reduce(counts_LE, group=self.mesh.data_group)
+        dist.all_reduce(sums, group=self.mesh.world_group)
+        dist.all_reduce(counts_LE, group=self.mesh.world_group)
         loss_sum, tokens = sums.tolist()
         return EvalRecord(
             step=self.step,
@@ -290,10 +291,10 @@ class Trainer:
         return sample_index_for(
             batch,
             micro_step,
-            rank,
+            rank // self.mesh.sequence_size,
             batch_size=self.trainer.batch_size,
             accumulation=self.trainer.accumulation,
-            world_size=self.mesh.data_size,
+            data_size=self.mesh.data_size,
         )
 
     def _batches(self, number: int) -> list[TokenBatch]:
@@ -308,14 +309,14 @@ class Trainer:
     def _rank_part(self, batch: TokenBatch) -> TokenBatch:
         """This rank's equal part of the rows."""
         rows = batch.input_ids_BS.shape[0] // self.mesh.data_size
-        start = self.mesh.rank * rows
+        start = self.mesh.data_rank * rows
         return TokenBatch(*(tensor[start : start + rows].to(self.mesh.device) for tensor in batch))
 
     def _record(self, result: StepResult, lr: float, seconds: float) -> None:
         """Hand the step to store and progress line (collective: the memory of the fullest rank)."""
         traffic = reduce_traffic(collect_traffic(self.engine.module), self.mesh)
         memory = torch.tensor(self.backend.memory_bytes(), dtype=torch.int64, device=self.mesh.device)
-        dist.all_reduce(memory, op=dist.ReduceOp.MAX, group=self.mesh.data_group)
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX, group=self.mesh.world_group)
         if self.store is None or self.progress is None:
             return
         counts_LE = result.sums.tokens_per_expert_LE.cpu().numpy()

@@ -137,7 +137,10 @@ def synthetic_batch(start: int, count: int, *, seq_len: int, vocab_size: int, se
 def record_trace(config: RunConfig, *, backend: Backend, num_steps: int = 3, with_gradients: bool = True) -> Trace:
     """Run num_steps on the default process group and layout of `config` (collective); every rank gets the whole trace."""
     mesh = build_mesh(
-        expert_size=config.parallel.expert, device=backend.device, ranks_per_node=config.parallel.ranks_per_node
+        expert_size=config.parallel.expert,
+        sequence_size=config.parallel.sequence,
+        device=backend.device,
+        ranks_per_node=config.parallel.ranks_per_node,
     )
     module = build_model(
         config.model,
@@ -172,8 +175,10 @@ def describe_layout(config: RunConfig, mesh: Mesh) -> str:
     stage = f" ZeRO-{config.engine.zero_stage}" if config.engine.kind.value == "deepspeed" else ""
     return (
         f"{config.engine.kind.value}{stage} {config.engine.dtype.value}, {mesh.world_size} ranks = expert {mesh.expert_size} "
-        f"× expert-data {mesh.world_size // mesh.expert_size}, accumulation {config.trainer.accumulation}, "
-        f"checkpointing {config.engine.activation_checkpointing.value}, dispatch {config.dispatch.mode.value}"
+        f"× expert-data {mesh.world_size // mesh.expert_size}"
+        f"{f', sequence {mesh.sequence_size}' if mesh.sequence_size > 1 else ''}"
+        f", accumulation {config.trainer.accumulation}, checkpointing {config.engine.activation_checkpointing.value}, "
+        f"dispatch {config.dispatch.mode.value}"
     )
 
 
@@ -188,7 +193,7 @@ def one_process(config: RunConfig) -> RunConfig:
     )
     return replace(
         config,
-        parallel=replace(config.parallel, nproc=1, expert=1, expert_placement=None, ranks_per_node=None),
+        parallel=replace(config.parallel, nproc=1, expert=1, sequence=1, expert_placement=None, ranks_per_node=None),
         dispatch=replace(config.dispatch, mode=DispatchMode.reference),
         engine=replace(config.engine, kind=EngineKind.torch, activation_checkpointing=Checkpointing.none),
         trainer=replace(config.trainer, accumulation=config.trainer.accumulation if keep else 1),
@@ -249,10 +254,10 @@ def _record_step(config: RunConfig, engine: Engine, mesh: Mesh, step: int, *, wi
         rows = sample_index_for(
             step,
             micro_step,
-            mesh.rank,
+            mesh.data_rank,
             batch_size=config.trainer.batch_size,
             accumulation=config.trainer.accumulation,
-            world_size=mesh.data_size,
+            data_size=mesh.data_size,
         )
         whole = synthetic_batch(
             rows.start,

@@ -78,6 +78,8 @@ class Case:
     drop: DropPolicy = DropPolicy.probability
     placement: tuple[int, ...] | None = None
     offload: OffloadAdam | None = None
+    sequence: int = 1
+    seq_len: int = 24
 
     def __str__(self) -> str:
         return (
@@ -89,6 +91,7 @@ class Case:
             + ("" if self.overlap else "-in_turn")
             + (f"-capacity{self.capacity}_{self.drop.value}" if self.capacity else "")
             + (f"-offload_{self.offload.value}" if self.offload else "")
+            + (f"-sequence{self.sequence}_of_{self.seq_len}" if self.sequence > 1 else "")
             + (f"-placed{''.join(map(str, self.placement))}" if self.placement else "")
         )
 
@@ -101,6 +104,7 @@ class Case:
                 base.parallel,
                 nproc=self.world_size,
                 expert=self.expert,
+                sequence=self.sequence,
                 ranks_per_node=self.ranks_per_node,
                 expert_placement=None if self.placement is None else list(self.placement),
             ),
@@ -122,6 +126,7 @@ class Case:
                 offload_optimizer=Offload.cpu if self.offload else Offload.none,
                 offload_adam=self.offload or OffloadAdam.torch,
             ),
+            data=replace(base.data, seq_len=self.seq_len),
             trainer=replace(base.trainer, accumulation=self.accumulation),
         )
 
@@ -173,6 +178,22 @@ OTHERS = [
     Case(4, 2, 3, 2, Checkpointing.full, placement=(1, 0, 0, 1, 1, 1, 1, 1), chunks=2),
     Case(4, 2, 3, 1, Checkpointing.full, router=RouterKind.sigmoid, scope=BalanceScope.batch, chunks=2),
     Case(4, 4, 3, 2, mode=DispatchMode.two_hop, ranks_per_node=2, chunks=2),
+    *(Case(2, 2, zero_stage, 2, sequence=2) for zero_stage in (0, 1, 2, 3)),
+    *(Case(4, 2, zero_stage, 1, Checkpointing.full, chunks=2, sequence=2) for zero_stage in (0, 1, 2, 3)),
+    *(Case(4, 1, zero_stage, 1, sequence=4, seq_len=27) for zero_stage in (1, 3)),
+    Case(2, 1, 0, 2, engine=EngineKind.torch, sequence=2, seq_len=25),
+    Case(4, 4, 0, 2, Checkpointing.full, engine=EngineKind.torch, sequence=2, seq_len=25),
+    Case(4, 4, 1, 1, mode=DispatchMode.two_hop, ranks_per_node=2, chunks=2, sequence=4, seq_len=27),
+    Case(4, 2, 1, 2, router=RouterKind.sigmoid, scope=BalanceScope.batch, sequence=2),
+    Case(2, 1, 1, 2, router=RouterKind.sigmoid, scope=BalanceScope.global_batch, sequence=2, seq_len=25),
+    Case(2, 2, 1, 1, scope=BalanceScope.micro_batch, sequence=2),
+    Case(4, 2, 1, 1, router=RouterKind.sinkhorn, sequence=2, seq_len=25),
+    Case(2, 2, 2, 1, router=RouterKind.expert_choice, sequence=2),
+    Case(4, 2, 1, 1, router=RouterKind.balanced, sequence=4),
+    Case(4, 2, 1, 1, router=RouterKind.random, sequence=2),
+    Case(4, 2, 1, 1, capacity=0.75, sequence=2, seq_len=25),
+    Case(4, 2, 2, 1, capacity=0.5, drop=DropPolicy.position, sequence=2),
+    Case(2, 2, 0, 1, Checkpointing.full, capacity=0.75, drop=DropPolicy.random, sequence=2),
 ]
 """The other axes, each on the layouts where they could go wrong."""
 

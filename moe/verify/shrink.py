@@ -61,7 +61,7 @@ def shrink(config: RunConfig) -> tuple[RunConfig, list[Change]]:
     sparse = min(config.model.num_layers - config.model.num_dense_layers, 2)
     small = change(small, "model.num_dense_layers", dense, "depth")
     small = change(small, "model.num_layers", dense + sparse, "depth")
-    rows = 2 * config.parallel.nproc * config.trainer.accumulation
+    rows = 2 * config.parallel.nproc // config.parallel.sequence * config.trainer.accumulation
     small = change(
         small, "trainer.batch_size", min(rows, config.trainer.batch_size), "two rows per rank and micro-step"
     )

@@ -121,7 +121,7 @@ def test_ranks_share_nothing_and_miss_nothing(shards: list[TokenShard], world_si
         indices = []
         for micro_step, rank in itertools.product(range(accumulation), range(world_size)):
             part = sample_index_for(
-                step, micro_step, rank, batch_size=16, accumulation=accumulation, world_size=world_size
+                step, micro_step, rank, batch_size=16, accumulation=accumulation, data_size=world_size
             )
             assert len(part) == 16 // (accumulation * world_size)
             indices += list(part)
@@ -131,7 +131,7 @@ def test_ranks_share_nothing_and_miss_nothing(shards: list[TokenShard], world_si
 
 
 def rank_part(rank: int, world_size: int) -> range:
-    return sample_index_for(3, 1, rank, batch_size=24, accumulation=2, world_size=world_size)
+    return sample_index_for(3, 1, rank, batch_size=24, accumulation=2, data_size=world_size)
 
 
 def test_rank_takes_its_contiguous_part_of_the_micro_step() -> None:
@@ -146,13 +146,13 @@ def test_rank_takes_its_contiguous_part_of_the_micro_step() -> None:
         ({"batch_size": 10}, r"trainer\.batch_size \(10\) must be a multiple .* \(2 \* 2\); choose 12"),
         ({"batch_size": 0}, "must each be at least 1"),
         ({"accumulation": 0}, "must each be at least 1"),
-        ({"rank": 2}, "rank 2: must lie in"),
-        ({"micro_step": 2}, "micro-step 2, rank 0: must lie in"),
+        ({"data_rank": 2}, "data rank 2: must lie in"),
+        ({"micro_step": 2}, "micro-step 2, data rank 0: must lie in"),
         ({"step": -1}, "step -1"),
     ],
 )
 def test_sizes_that_do_not_multiply_out_are_refused(changes: dict[str, int], message: str) -> None:
-    good = {"step": 0, "micro_step": 0, "rank": 0, "batch_size": 8, "accumulation": 2, "world_size": 2}
+    good = {"step": 0, "micro_step": 0, "data_rank": 0, "batch_size": 8, "accumulation": 2, "data_size": 2}
     with pytest.raises(ValueError, match=message):
         sample_index_for(**{**good, **changes})
 

@@ -24,7 +24,7 @@ def deferred_case(bad: float) -> str:
                 engine.module.moe_layers()[0].router.weight[2, 3] = bad
         before = {name: state.weight.clone() for name, state in engine.parameter_states()}
         batch = global_batch(0)
-        result = run_step(engine, share(batch, mesh, 1), counts_of(batch), mesh=mesh, moe=MOE, lr=OPTIM.lr)
+        result = run_step(engine, share(batch, mesh, 1), counts_of(batch, mesh), mesh=mesh, moe=MOE, lr=OPTIM.lr)
         after = dict(engine.parameter_states())
         for name, weight in before.items():
             torch.testing.assert_close(after[name].weight, weight, rtol=0, atol=0, equal_nan=True)

@@ -67,7 +67,7 @@ def train_forced(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
         batch: TokenBatch = global_batch(step)
         layers = [layer.layer_index for layer in engine.module.moe_layers()]
         with replaying(engine.module, {layer: routes_of(step)[own] for layer in layers}):
-            run_step(engine, share(batch, mesh, 1), counts_of(batch), mesh=mesh, moe=MOE, lr=OPTIM.lr)
+            run_step(engine, share(batch, mesh, 1), counts_of(batch, mesh), mesh=mesh, moe=MOE, lr=OPTIM.lr)
     return {name: state.weight.clone() for name, state in engine.parameter_states()}
 
 

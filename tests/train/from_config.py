@@ -18,7 +18,7 @@ def build(config: RunConfig) -> tuple[Any, Any, Any]:
     from moe.train.parallelize import build_model, weight_dtype
 
     backend = resolve_backend("cpu", 0)
-    mesh = build_mesh(expert_size=config.parallel.expert, device=backend.device)
+    mesh = build_mesh(expert_size=config.parallel.expert, sequence_size=config.parallel.sequence, device=backend.device)
     backend.seed(config.trainer.seed)
     module = build_model(
         config.model, config.moe, mesh=mesh, dispatch=config.dispatch, ops=config.backend.ops,

@@ -190,6 +190,26 @@ def test_one_process_goes_on_where_another_layout_stopped(
     equal_to(run, expected, 1e-5)
 
 
+@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[7]], ids=str)
+def test_ranks_that_share_rows_go_on_and_are_gone_on_from(
+    layout: Layout, reference: tuple[dict[str, Any], Path], data: str, process_pool: Pools, tmp_path: Path
+) -> None:
+    """From one process to parallel.sequence=2 at step 5, back at step 7: every step, and the held-out loss after 6."""
+    expected, folder = reference
+    config = configured(layout, resume=str(folder / "checkpoints" / "step-000005"))
+    config = replace(config, parallel=replace(config.parallel, sequence=2))
+    runs = process_pool(layout[0]).run(run_on_rank, config, str(tmp_path / "cut"), data, stop_after=7)
+    for run in runs:
+        assert sorted(run["losses"]) == [6, 7]
+        equal_to(run, expected, 1e-5)
+        (said,) = [text for text in run["messages"] if text.startswith("step 6: held-out")]
+        assert said in expected["messages"]
+    alone = configured(ALONE, resume=str(tmp_path / "cut" / "checkpoints" / "step-000007"))
+    (run,) = process_pool(1).run(run_on_rank, alone, str(tmp_path / "alone"), data)
+    assert sorted(run["losses"]) == [8, 9, 10]
+    equal_to(run, expected, 1e-5)
+
+
 TWO: Layout = (2, EngineKind.torch, DType.fp32, 0, 2, None)
 
 

@@ -87,8 +87,8 @@ def one_rank_mesh() -> Mesh:
     group = groups[dist.get_rank()]
     assert isinstance(group, dist.ProcessGroup)
     return Mesh(
-        rank=0, world_size=1, expert_size=1, ep_rank=0, edp_rank=0,
-        data_group=group, expert_group=group, expert_data_group=group, topology=one_node(group),
+        rank=0, world_size=1, expert_size=1, sequence_size=1, ep_rank=0, edp_rank=0,
+        world_group=group, sequence_group=None, expert_group=group, expert_data_group=group, topology=one_node(group),
         device=torch.device("cpu"),
     )  # fmt: skip
 
@@ -117,8 +117,8 @@ def share(batch: TokenBatch, mesh: Mesh, accumulation: int) -> list[TokenBatch]:
     return [TokenBatch(*(tensor[start : start + size] for tensor in batch)) for start in starts]
 
 
-def counts_of(batch: TokenBatch) -> StepCounts:
-    return count_tokens([batch])
+def counts_of(batch: TokenBatch, mesh: Mesh) -> StepCounts:
+    return count_tokens([batch], mesh)
 
 
 def make(
@@ -155,7 +155,7 @@ def train(engine: Engine, mesh: Mesh, accumulation: int, batches: list[TokenBatc
     norms = []
     for batch in batches:
         result = run_step(
-            engine, share(batch, mesh, accumulation), counts_of(batch), mesh=mesh, moe=moe, lr=OPTIM.lr,
+            engine, share(batch, mesh, accumulation), counts_of(batch, mesh), mesh=mesh, moe=moe, lr=OPTIM.lr,
             before_update=lambda: gradients.append({name: g.clone() for name, g in engine.gradients()}),
         )  # fmt: skip
         assert result.outcome.applied
@@ -353,7 +353,7 @@ def _resume_case(kind: Kind) -> None:
     def steps(engine: Engine, numbers: range) -> list[tuple[float, float]]:
         results = []
         for batch in map(global_batch, numbers):
-            result = run_step(engine, share(batch, mesh, 2), counts_of(batch), mesh=mesh, moe=MOE, lr=OPTIM.lr)
+            result = run_step(engine, share(batch, mesh, 2), counts_of(batch, mesh), mesh=mesh, moe=MOE, lr=OPTIM.lr)
             results.append((result.lm_loss, result.outcome.grad_norm))
         return results
 
@@ -397,7 +397,7 @@ def _non_finite_case(kind: Kind) -> None:
 
     def one_step(engine: Engine, poison: bool) -> StepOutcome:
         for part in share(batch, mesh, 2):
-            loss = engine.forward(part).lm_loss_sum / counts_of(batch).labelled_tokens
+            loss = engine.forward(part).lm_loss_sum / counts_of(batch, mesh).labelled_tokens
             engine.backward(loss * float("inf") if poison and mesh.rank == 1 else loss)
         return engine.step(OPTIM.lr)
 
@@ -485,7 +485,7 @@ def _many_engines_case() -> tuple[list[float], str]:
                 mesh = meshes[expert_size]
                 engine = make(kind, mesh)
                 own = {name: set(vars(parameter)) for name, parameter in engine.module.named_parameters()}
-                run_step(engine, share(batch, mesh, 1), counts_of(batch), mesh=mesh, moe=MOE, lr=OPTIM.lr)
+                run_step(engine, share(batch, mesh, 1), counts_of(batch, mesh), mesh=mesh, moe=MOE, lr=OPTIM.lr)
                 module = engine.module
                 engine.close()
                 assert any(own.values()) == (kind.stage > 0 or expert_size > 1)

@@ -101,7 +101,7 @@ def alone_case(config: RunConfig) -> tuple[float, list[int], float]:
         module.eval()
         with torch.no_grad():
             loss: Tensor = module(batches_of(config, mesh)[0]).lm_loss_sum
-        torch.distributed.all_reduce(loss, group=mesh.data_group)
+        torch.distributed.all_reduce(loss, group=mesh.world_group)
         ids = generate(module, [1, 2, 3], 12, temperature=0.7, seed=0, end_id=None)
         return float(loss), ids, one_step(engine, mesh, config).outcome.grad_norm
 

@@ -92,7 +92,12 @@ def plant(fault: str, rank: int, patch: pytest.MonkeyPatch) -> None:
     import torch.distributed as dist
 
     from dispatch.all_to_all import AllToAllDispatcher
-    from moe.train import engine_torch, parallelize
+    from moe.model import transformer
+    from moe.model.batch import IGNORE_LABEL
+    from moe.model.loss import lm_loss_sum
+    from moe.model.rope import rotary_angles
+    from moe.model.transformer import Transformer
+    from moe.train import engine_torch, objective, parallelize
     from moe.train.objective import StepCounts, count_tokens
     from moe.verify import layout
 
@@ -140,7 +145,7 @@ def plant(fault: str, rank: int, patch: pytest.MonkeyPatch) -> None:
             size = dist.get_world_size()
 
             def own_counts(batches, *, mesh, stop_requested):  # type: ignore[no-untyped-def]
-                own = count_tokens(batches)
+                own = count_tokens(batches, mesh)
                 return StepCounts(
                     labelled_tokens=own.labelled_tokens * size, valid_tokens=own.valid_tokens * size
                 ), False
@@ -153,6 +158,31 @@ def plant(fault: str, rank: int, patch: pytest.MonkeyPatch) -> None:
                 return run(self, x_TD, ids_TK, weights_TK.detach(), *rest, **named)
 
             patch.setattr(AllToAllDispatcher, "run", detached)
+        case "shard pools":  # a row's balance counts are those of one rank's positions
+            sums = objective.balance_sums_by_scope
+            patch.setattr(
+                objective,
+                "balance_sums_by_scope",
+                lambda router, scopes, mesh, *rest: sums(router, scopes, replace(mesh, sequence_group=None), *rest),
+            )
+        case "shard labels":  # labels are shifted inside a rank's positions, and the one at the cut is lost
+            own = Transformer._own
+
+            def cut(self, batch):  # type: ignore[no-untyped-def]
+                part = own(self, batch)
+                labels_BS = part.labels_BS.clone()
+                labels_BS[:, -1] = IGNORE_LABEL
+                return part._replace(labels_BS=labels_BS)
+
+            patch.setattr(Transformer, "_own", cut)
+        case "shard positions":  # every rank counts positions from the first that it has
+            patch.setattr(transformer, "rotary_angles", lambda p, **of: rotary_angles(p - p[:, :1], **of))
+        case "A46":  # a rank's loss is the mean over its own labels: without one, 0/0
+
+            def mean(logits_BSV, labels_BS):  # type: ignore[no-untyped-def]
+                return lm_loss_sum(logits_BSV, labels_BS) / (labels_BS != IGNORE_LABEL).sum()
+
+            patch.setattr(transformer, "lm_loss_sum", mean)
         case _:
             assert fault == "none"
 
@@ -211,3 +241,36 @@ def test_each_planted_fault_is_found_and_named(
     assert found.first is not None
     assert re.search(FAULTS[fault], found.first.what), found.report()
     assert found.first.where
+
+
+SEQUENCE_FAULTS = {
+    "none": None,
+    "A26": r"gradient of layers\.\d\.moe\.router\.weight",
+    "A46": r"lm_loss",
+    "shard pools": r"balance_loss",
+    "shard labels": r"lm_loss",
+    "shard positions": r"lm_loss|tokens_per_expert",
+}
+
+
+@pytest.mark.parametrize("fault", SEQUENCE_FAULTS)
+def test_each_fault_of_shared_rows_is_found_and_named(
+    fault: str, process_pool: Pools, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A26, A46, and what else goes wrong when ranks share rows: on 2 ranks with parallel.sequence=2 alone."""
+    from moe.verify.layout import one_process
+
+    overrides = ["parallel.nproc=2", "parallel.sequence=2", "moe.balance_scope=sequence"]
+    config, _ = shrink(load_config(overrides, "quickstart"))
+    config = replace(config, engine=replace(config.engine, kind=EngineKind.torch))
+    process_pool(2).run(record_with, config, fault, str(tmp_path))
+    oracle = tmp_path_factory.getbasetemp() / "oracle-sequence"
+    if not oracle.exists():
+        oracle.mkdir()
+        process_pool(1).run(record_with, one_process(config), "none", str(oracle))
+    found = compare_traces(load_trace(oracle / "none.safetensors"), load_trace(tmp_path / f"{fault}.safetensors"))
+    expected = SEQUENCE_FAULTS[fault]
+    assert (found.first is None) == (expected is None), found.report()
+    if expected is not None:
+        assert found.first is not None
+        assert re.match(f"step 1: ({expected})", found.first.what), found.report()

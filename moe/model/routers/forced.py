@@ -60,5 +60,5 @@ def _by_popularity(keys_T: Tensor, log_popularity_E: Tensor | None, moe: MoEConf
 
 HASH = RouterRule(select=select_hash, score="softmax")
 RANDOM = RouterRule(select=select_random, score="softmax")
-BALANCED = RouterRule(select=select_balanced, score="softmax")
+BALANCED = RouterRule(select=select_balanced, score="softmax", needs_rows=True)
 SKEWED = RouterRule(select=select_skewed, score="softmax")

@@ -70,5 +70,5 @@ def select_expert_choice(given: RouterInput, moe: MoEConfig) -> Picks:
     return Picks(ids_TE, log_probs_TE.new_zeros(ids_TE.shape[0]))
 
 
-SINKHORN = RouterRule(select=select_sinkhorn, score="softmax")
-EXPERT_CHOICE = RouterRule(select=select_expert_choice, score="softmax")
+SINKHORN = RouterRule(select=select_sinkhorn, score="softmax", needs_rows=True)
+EXPERT_CHOICE = RouterRule(select=select_expert_choice, score="softmax", needs_rows=True)

@@ -24,6 +24,10 @@ class TokenContext(NamedTuple):
     """int64."""
     keys_BS: Tensor
     """int64: a token's name in all that is random, from `moe.model.routers.randomness.token_keys`."""
+    valid_rows_BC: Tensor | None = None
+    """bool, False for padding, of whole rows; None when the rows above are whole."""
+    places_BS: Tensor | None = None
+    """int64: a token's place in the micro-step of all ranks; None when that is the order of ranks, then of tokens."""
 
 
 class RouterInput(NamedTuple):
@@ -50,3 +54,5 @@ class RouterRule:
     """A key of `backends.ops.router_topk.scores.SCORES`."""
     select: Callable[[RouterInput, MoEConfig], Picks] | None = None
     """None: the K best scores of each token, which the op `router_topk` chooses itself."""
+    needs_rows: bool = False
+    """Whether a token's experts depend on the other tokens of its row, from which only logits and padding are taken."""

@@ -43,7 +43,7 @@ def newest_verified(root: Path, *, engine: Engine, mesh: Mesh, say: Say) -> Path
     Newer ones that any rank found damaged are named, and put aside as `step-N.bad-M` once an older one is found good.
     Raises CheckpointError when there are checkpoints but no good one, for a run must not begin anew unasked.
     """
-    gather = gather_over(mesh.data_group, mesh.world_size)
+    gather = gather_over(mesh.world_group, mesh.world_size)
     seen = gather([step for path in find_checkpoints(root) if (step := step_of_path(path)) is not None])
     steps = sorted({step for own in seen for step in own}, reverse=True)
     if mesh.rank == 0:
@@ -122,7 +122,7 @@ def load_checkpoint(
     only where this rank had one. verified: `newest_verified` has just returned it.
     Raises CheckpointError on every rank when any rank cannot; then nothing has been taken over anywhere.
     """
-    gather = gather_over(mesh.data_group, mesh.world_size)
+    gather = gather_over(mesh.world_group, mesh.world_size)
     what = f"loading {path}"
     results: list[tuple[TrainState, Loaded]] = []
 

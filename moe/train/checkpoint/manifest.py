@@ -67,7 +67,7 @@ class Manifest:
     created: str
     """UTC, ISO 8601."""
     layout: Mapping[str, int]
-    """world_size and expert (parallel size) of the writer; any other can read it."""
+    """world_size, and the parallel sizes expert and sequence, of the writer; any other can read it."""
     settings_hash: str
     """Of state.json's settings."""
     versions: Mapping[str, str]

@@ -67,7 +67,7 @@ def take_snapshot(engine: Engine, state: TrainState, *, mesh: Mesh, backend: Bac
     return Snapshot(
         state=state,
         files=files,
-        layout={"world_size": mesh.world_size, "expert": mesh.expert_size},
+        layout={"world_size": mesh.world_size, "expert": mesh.expert_size, "sequence": mesh.sequence_size},
         versions={"torch": torch.__version__},
     )
 

@@ -15,7 +15,7 @@ def elements_of_ranks(parameters: Iterable[nn.Parameter], mesh: Mesh) -> tuple[i
     """Elements on the rank that holds most, and whether all ranks hold as many (collective)."""
     own = sum(p.numel() for p in parameters)
     bounds = torch.tensor([own, -own], dtype=torch.int64, device=mesh.device)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.data_group)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.world_group)
     most, least = int(bounds[0]), -int(bounds[1])
     return most, most == least
 
