@@ -157,10 +157,11 @@ def describe_run(config: RunConfig, job: JobEnvironment, backend_name: str) -> s
     engine = config.engine
     stage = f" ZeRO-{engine.zero_stage}" if engine.kind is EngineKind.deepspeed else ""
     ranks = "1 rank" if job.world_size == 1 else f"{job.world_size} ranks"
+    sequence = f", sequence parallel {config.parallel.sequence}" if config.parallel.sequence > 1 else ""
     return (
         f"model: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token; "
         f"{config.moe.num_experts} experts, top {config.moe.top_k}, {config.moe.router.value} router\n"
-        f"layout: {ranks} on {backend_name}, expert parallel {config.parallel.expert}, "
+        f"layout: {ranks} on {backend_name}, expert parallel {config.parallel.expert}{sequence}, "
         f"{engine.kind.value}{stage} {engine.dtype.value}; {config.trainer.batch_size} × {config.data.seq_len} tokens a step"
     )
 

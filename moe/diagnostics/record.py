@@ -70,6 +70,14 @@ class StepRecord:
     """Time with such an exchange under way, mean over ranks."""
     dispatch_exposed_seconds: float | None = None
     """The part of it in which the step only waited, mean over ranks: 1 − this / dispatch_seconds was hidden."""
+    sequence_bytes_across: int | None = None
+    """What ranks that share rows sent each other around attention, to other nodes; None without sequence parallelism."""
+    sequence_bytes_node: int | None = None
+    """The same inside nodes."""
+    sequence_seconds: float | None = None
+    """Time with such an exchange under way, mean over ranks."""
+    sequence_exposed_seconds: float | None = None
+    """The part of it in which the step only waited, mean over ranks."""
     save_stall_seconds: float | None = None
     """Time for which saving kept rank 0 from beginning this step; 0 without a checkpoint before it."""
     router_margin: float | None = None

@@ -1,6 +1,7 @@
-"""What a step's exchanges of rows cost, over all ranks (on the data path, after the step). See dispatch/traffic.py."""
+"""What a step's exchanges cost, over all ranks (on the data path, after the step). See dispatch/traffic.py."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,14 +25,25 @@ class StepTraffic:
     """Time in which nothing but an exchange went on, mean over ranks."""
 
 
-def collect_traffic(module: Transformer) -> list[TrafficRecord]:
-    """This rank's counters of each MoE layer, set back to nothing. The device must be idle."""
-    return [layer.dispatcher.traffic.collect() for layer in module.moe_layers()]
+class Collected(NamedTuple):
+    """This rank's counters."""
+
+    dispatch: list[TrafficRecord]
+    """Of each MoE layer; empty when experts are not spread over ranks."""
+    sequence: list[TrafficRecord]
+    """Of all attention together; empty when ranks share no rows."""
+
+
+def collect_traffic(module: Transformer, mesh: Mesh) -> Collected:
+    """This rank's counters, set back to nothing. The device must be idle."""
+    layers = [layer.dispatcher.traffic.collect() for layer in module.moe_layers()]
+    rows = [] if module.sequence is None else [module.sequence.channel.traffic.collect()]
+    return Collected(dispatch=layers if mesh.expert_size > 1 else [], sequence=rows)
 
 
 def reduce_traffic(records: list[TrafficRecord], mesh: Mesh) -> StepTraffic | None:
-    """The step's figures over all ranks (collective). None, on all ranks, when experts are not spread over ranks."""
-    if not records or mesh.expert_size == 1:
+    """The step's figures over all ranks (collective). None, on all ranks, of nothing."""
+    if not records:
         return None
     sums = torch.tensor(
         [

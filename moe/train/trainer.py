@@ -232,7 +232,7 @@ class Trainer:
                 if self.store is not None:
                     self.store.write_eval(record)
         module.train()
-        collect_traffic(module)  # what evaluation moved belongs to no step
+        collect_traffic(module, self.mesh)  # what evaluation moved belongs to no step
         if self.progress is not None and losses:
             shown = ", ".join(f"{domain} {loss:.3f}" for domain, loss in losses.items())
             self.progress.message(f"step {self.step}: held-out loss {shown} nats per token")
@@ -314,7 +314,9 @@ class Trainer:
 
     def _record(self, result: StepResult, lr: float, seconds: float) -> None:
         """Hand the step to store and progress line (collective: the memory of the fullest rank)."""
-        traffic = reduce_traffic(collect_traffic(self.engine.module), self.mesh)
+        collected = collect_traffic(self.engine.module, self.mesh)
+        traffic = reduce_traffic(collected.dispatch, self.mesh)
+        around_attention = reduce_traffic(collected.sequence, self.mesh)
         memory = torch.tensor(self.backend.memory_bytes(), dtype=torch.int64, device=self.mesh.device)
         dist.all_reduce(memory, op=dist.ReduceOp.MAX, group=self.mesh.world_group)
         if self.store is None or self.progress is None:
@@ -365,6 +367,10 @@ class Trainer:
             dispatch_bytes_node=traffic.bytes_node if traffic else None,
             dispatch_seconds=traffic.seconds if traffic else None,
             dispatch_exposed_seconds=traffic.exposed_seconds if traffic else None,
+            sequence_bytes_across=around_attention.bytes_across if around_attention else None,
+            sequence_bytes_node=around_attention.bytes_node if around_attention else None,
+            sequence_seconds=around_attention.seconds if around_attention else None,
+            sequence_exposed_seconds=around_attention.exposed_seconds if around_attention else None,
             tokens_per_expert_LE=counts_LE,
         )
         self.store.write_step(record)

@@ -388,7 +388,7 @@ def test_padding_document_is_what_the_batch_says() -> None:
     assert batch.document_ids_BS.tolist() == [[0, 0, 0, PADDING_DOCUMENT, PADDING_DOCUMENT]]
     context = build().block_context(batch)
     assert context.valid_BS.tolist() == [[True, True, True, False, False]]
-    assert context.attention_mask_B1SS[0, 0].int().tolist() == [
+    assert context.attention_mask_B1CC[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [1, 1, 1, 0, 0],

@@ -219,7 +219,7 @@ def unlinked_case() -> set[str]:
     ):
         engine = make(Kind(EngineKind.deepspeed, 1), mesh)
     batch = global_batch(0)
-    run_step(engine, share(batch, mesh, 1), counts_of(batch), mesh=mesh, moe=MOE, lr=OPTIM.lr)
+    run_step(engine, share(batch, mesh, 1), counts_of(batch, mesh), mesh=mesh, moe=MOE, lr=OPTIM.lr)
     unlinked = set()
     for name, parameter in engine.module.named_parameters():
         place = parameter._hp_mapping  # type: ignore[attr-defined]
@@ -321,7 +321,7 @@ def offload_overflow_case(forget: bool) -> list[bool]:
     with keeping:
         for step in range(3):
             batch = global_batch(step)
-            loss = engine.forward(share(batch, mesh, 1)[0]).lm_loss_sum / counts_of(batch).labelled_tokens
+            loss = engine.forward(share(batch, mesh, 1)[0]).lm_loss_sum / counts_of(batch, mesh).labelled_tokens
             engine.backward(loss * float("inf") if step == 0 and mesh.rank == 1 else loss)
             applied.append(engine.step(OPTIM.lr).applied)
     engine.close()

@@ -92,7 +92,7 @@ def limited_case(kind: Kind) -> None:
 
     def one_step(engine: Any, batch: Any, limit: float) -> Any:
         for part in share(batch, mesh, 2):
-            engine.backward(engine.forward(part).lm_loss_sum / counts_of(batch).labelled_tokens)
+            engine.backward(engine.forward(part).lm_loss_sum / counts_of(batch, mesh).labelled_tokens)
         return engine.step(OPTIM.lr, norm_limit=limit)
 
     with strict():
