@@ -488,7 +488,7 @@ def test_a_rank_killed_while_saving(process_pool: Pools, two_ranks: Path, data: 
 def test_a_manifest_says_what_a_run_was(two_ranks: Path) -> None:
     manifest = read_manifest(two_ranks / "checkpoints" / "step-000010")
     assert (manifest.step, manifest.next_sample) == (10, 80)
-    assert manifest.layout == {"world_size": 2, "expert": 2}
+    assert manifest.layout == {"world_size": 2, "expert": 2, "sequence": 1}
     assert manifest.files["experts-1.safetensors"].expert_ids == (2, 3)
     state = json.loads((two_ranks / "checkpoints" / "step-000010" / "state.json").read_text())
     assert state["settings"]["engine"]["kind"] == "torch"
