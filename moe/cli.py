@@ -1,6 +1,7 @@
 """The verbs of the command line; thin. What a verb needs is imported when it is called, so that each starts fast."""
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import sys
@@ -10,6 +11,12 @@ from pathlib import Path
 from moe.errors import ExitCode, SwitchyardError
 from moe.inventory import TOPICS
 
+VERIFY = {
+    "layout": "a recipe's layout against one process: verify layout RECIPE [key=value ...]",
+    "ops": "every op that can run here against float64: verify ops",
+}
+"""Subjects of `switchyard verify`; each has a parser of its own, in recipes/verify_<subject>.py."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`switchyard ARGS`; returns the exit code."""
@@ -18,10 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args[:1] == ["run"]:
             # It has its own parser, shared with `python -m recipes.pretrain`.
             return _run(args[1:])
-        if args[:2] == ["verify", "layout"]:
-            from recipes import verify_layout
-
-            return verify_layout.main(args[2:])
+        if args[:1] == ["verify"] and args[1:2] and args[1] in VERIFY:
+            return _verify(args[1], args[2:])
         arguments = _parser().parse_args(args)
         code = int(arguments.verb(arguments))
         # Here and not at Python's shutdown, where a full disk would be a traceback.
@@ -48,8 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"switchyard {version}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     verbs.add_parser("run", help="train: run RECIPE [key=value ...]; see run --help", add_help=False)
-    verify = verbs.add_parser("verify", help="prove something: verify layout RECIPE [key=value ...]")
-    verify.add_argument("subject", choices=["layout"], help="layout: a recipe's layout against one process")
+    verify = verbs.add_parser("verify", help="prove something: verify layout | ops; see verify SUBJECT --help")
+    subjects = verify.add_subparsers(metavar="SUBJECT", required=True)
+    for subject, meaning in VERIFY.items():
+        subjects.add_parser(subject, help=meaning, add_help=False)
     listing = verbs.add_parser("ls", help="list what there is to choose from")
     listing.add_argument("topic", nargs="?", choices=list(TOPICS), help="one topic; all when left out")
     listing.set_defaults(verb=_ls)
@@ -70,6 +77,11 @@ def _run(args: Sequence[str]) -> int:
     from recipes import pretrain
 
     return pretrain.main(list(args))
+
+
+def _verify(subject: str, args: Sequence[str]) -> int:
+    command = importlib.import_module(f"recipes.verify_{subject}")
+    return int(command.main(list(args)))
 
 
 def _ls(arguments: argparse.Namespace) -> int:

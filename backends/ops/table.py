@@ -40,6 +40,10 @@ class Implementation(Generic[Function, Shape]):
         return self.why_not(device_type, dtype, shape)
 
 
+class CannotRun(ValueError):
+    """A named implementation was asked for operands that it does not take; the message says why."""
+
+
 def always(device_type: str, dtype: torch.dtype, shape: Hashable | None) -> str | None:
     """The `why_not` of an implementation that runs wherever its device and dtype are listed."""
     return None
@@ -58,7 +62,7 @@ def choose(
     `auto` says once per process and reason, as a warning on this module's logger, when it passes over a better
     one that is meant for this kind of device.
 
-    Raises ValueError for an unknown name, or a requested implementation that cannot run on these operands.
+    Raises ValueError for an unknown name, CannotRun (a ValueError) when the requested one cannot run on these operands.
     """
     if requested == "auto":
         reasons: list[str] = []
@@ -80,7 +84,7 @@ def choose(
         )
     reason = implementations[requested].reason_against(device_type, dtype, shape)
     if reason is not None:
-        raise ValueError(f"backend.ops.{op} ({requested}) cannot run here: {reason}; choose backend.ops.{op}=auto")
+        raise CannotRun(f"backend.ops.{op} ({requested}) cannot run here: {reason}; choose backend.ops.{op}=auto")
     return implementations[requested]
 
 
