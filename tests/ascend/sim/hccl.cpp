@@ -8,11 +8,15 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <map>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "runtime.h"
@@ -26,6 +30,13 @@ using Blobs = std::vector<Blob>;  // by rank
 
 struct Progress {
   std::atomic<uint64_t> step[kMaxRanks];  // barriers that each rank has reached
+  std::atomic<bool> wanted[kMaxRanks];    // another rank has been waiting for this one
+};
+
+// A collective that a stream has been given in lazy mode.
+struct Launched {
+  aclrtStream stream;
+  uint64_t place;
 };
 
 struct Communicator {
@@ -34,6 +45,8 @@ struct Communicator {
   uint64_t step = 0;
   Progress *progress = nullptr;
   std::map<uint32_t, uint64_t> sent, received;  // point to point, by peer
+  std::mutex mutex;                             // of `launched`
+  std::deque<Launched> launched;                // the undone ones, and some that are done
 };
 
 // What all ranks must agree on.
@@ -73,11 +86,21 @@ std::string file(const Communicator *group, const std::string &what) {
   return std::string(folder ? folder : "/dev/shm") + "/sim-hccl-" + group->id + "-" + what;
 }
 
-template <class Condition>
-bool wait_for(Condition condition) {
-  const double deadline = sim::milliseconds() + 1e3 * sim::setting("SIM_HCCL_TIMEOUT", 60);
+// Wait for the other ranks. Those that `late` still names after the patience of SIM_LAZY_PATIENCE are asked to go on: see
+// `go_on_when_wanted`.
+template <class Condition, class Late>
+bool wait_for(Communicator *group, Condition condition, Late late) {
+  const double start = sim::milliseconds(), deadline = start + 1e3 * sim::setting("SIM_HCCL_TIMEOUT", 60);
+  const double patience = static_cast<double>(sim::setting("SIM_LAZY_PATIENCE", 2000));
+  double next_asking = start + patience;
   for (int tries = 0; !condition(); ++tries) {
-    if (sim::milliseconds() > deadline) return false;
+    const double now = sim::milliseconds();
+    if (now > deadline) return false;
+    if (sim::lazy() && now > next_asking) {
+      for (uint32_t rank = 0; rank < group->size; ++rank)
+        if (late(rank)) group->progress->wanted[rank] = true;
+      next_asking = now + patience;
+    }
     tries < 20 ? static_cast<void>(sched_yield()) : static_cast<void>(usleep(50));
   }
   return true;
@@ -86,10 +109,13 @@ bool wait_for(Condition condition) {
 bool barrier(Communicator *group) {
   const uint64_t step = ++group->step;
   group->progress->step[group->rank] = step;
-  return wait_for([&] {
-    return std::all_of(group->progress->step, group->progress->step + group->size,
-                       [&](const std::atomic<uint64_t> &other) { return other.load() >= step; });
-  });
+  const auto late = [&](uint32_t rank) { return group->progress->step[rank].load() < step; };
+  const auto all_here = [&] {
+    for (uint32_t rank = 0; rank < group->size; ++rank)
+      if (late(rank)) return false;
+    return true;
+  };
+  return wait_for(group, all_here, late);
 }
 
 bool write_all(int descriptor, const void *data, size_t size) {
@@ -145,6 +171,12 @@ std::string text(const Signature &s) {
   return line;
 }
 
+HcclResult no_file(const Communicator *group, const Signature &mine) {
+  sim::say("rank %u of %u: a file of %s cannot be written or read: %s", group->rank, group->size, text(mine).c_str(),
+          strerror(errno));
+  return HCCL_E_SYSCALL;
+}
+
 // Show this rank's part to the group; afterwards all[r] is rank r's part.
 HcclResult exchange(Communicator *group, const Signature &mine, const void *data, size_t size, Blobs &all) {
   if (!bytes_of(mine.type)) {
@@ -152,7 +184,7 @@ HcclResult exchange(Communicator *group, const Signature &mine, const void *data
     return HCCL_E_NOT_SUPPORT;
   }
   const std::string step = std::to_string(group->step);
-  if (!put(file(group, step + "-" + std::to_string(group->rank)), mine, data, size)) return HCCL_E_SYSCALL;
+  if (!put(file(group, step + "-" + std::to_string(group->rank)), mine, data, size)) return no_file(group, mine);
   if (!barrier(group)) {
     sim::say("rank %u of %u waited in vain for the others in %s", group->rank, group->size,
             text(mine).c_str());
@@ -162,14 +194,17 @@ HcclResult exchange(Communicator *group, const Signature &mine, const void *data
   all.resize(group->size);
   for (uint32_t rank = 0; rank < group->size; ++rank) {
     Signature theirs;
-    if (!get(file(group, step + "-" + std::to_string(rank)), theirs, all[rank])) return HCCL_E_SYSCALL;
+    if (!get(file(group, step + "-" + std::to_string(rank)), theirs, all[rank])) return no_file(group, mine);
     if (memcmp(&theirs, &mine, sizeof mine)) {
       sim::say("ranks disagree: rank %u calls %s, rank %u calls %s", group->rank, text(mine).c_str(), rank,
               text(theirs).c_str());
       result = HCCL_E_PARA;
     }
   }
-  if (!barrier(group)) return HCCL_E_TIMEOUT;
+  if (!barrier(group)) {
+    sim::say("rank %u of %u waited in vain for the others behind %s", group->rank, group->size, text(mine).c_str());
+    return HCCL_E_TIMEOUT;
+  }
   unlink(file(group, step + "-" + std::to_string(group->rank)).c_str());
   return result;
 }
@@ -255,6 +290,52 @@ HcclResult reduce(void *out, const Blobs &all, size_t offset, uint64_t count, in
 
 // ---- communicators
 
+std::mutex communicators_mutex;
+// Those of lazy mode. Never freed: what they launched may still come to be done, and the thread below outlives `main`.
+std::vector<Communicator *> &communicators() {
+  static auto *all = new std::vector<Communicator *>;
+  return *all;
+}
+
+Communicator *of(HcclComm handle) { return static_cast<Communicator *>(handle); }
+
+HcclResult give(HcclComm handle, aclrtStream stream, std::function<int()> work) {
+  uint64_t place = 0;
+  const int error = sim::give(stream, std::move(work), &place);
+  if (place) {
+    Communicator *group = of(handle);
+    std::lock_guard<std::mutex> guard(group->mutex);
+    auto &launched = group->launched;
+    while (!launched.empty() && sim::is_done(launched.front().stream, launched.front().place)) launched.pop_front();
+    launched.push_back({stream, place});
+  }
+  return static_cast<HcclResult>(error);
+}
+
+// Lazy mode: do all that this rank has launched in a group in which another rank has been waiting for it. Its host may be
+// waiting for that rank in turn, which on a device would keep no collective from its end.
+void go_on_when_wanted() {
+  for (;; usleep(5000)) {
+    std::vector<Communicator *> groups;
+    {
+      std::lock_guard<std::mutex> guard(communicators_mutex);
+      groups = communicators();
+    }
+    for (Communicator *group : groups) {
+      if (!group->progress->wanted[group->rank].exchange(false)) continue;
+      std::vector<Launched> launched;
+      {
+        std::lock_guard<std::mutex> guard(group->mutex);
+        launched.assign(group->launched.begin(), group->launched.end());
+      }
+      // A thread of its own: it may have to wait for ranks that wait for another group of this one.
+      std::thread([launched] {
+        for (const auto &one : launched) sim::finish_until(one.stream, one.place);
+      }).detach();
+    }
+  }
+}
+
 HcclResult join(uint32_t size, const HcclRootInfo *root, uint32_t rank, HcclComm *out) {
   if (size > kMaxRanks) return HCCL_E_PARA;
   auto *group = new Communicator;
@@ -269,13 +350,12 @@ HcclResult join(uint32_t size, const HcclRootInfo *root, uint32_t rank, HcclComm
   if (shared == MAP_FAILED) return HCCL_E_SYSCALL;
   group->progress = static_cast<Progress *>(shared);
   *out = group;
+  if (sim::lazy()) {
+    std::lock_guard<std::mutex> guard(communicators_mutex);
+    if (communicators().empty()) std::thread(go_on_when_wanted).detach();
+    communicators().push_back(group);
+  }
   return barrier(group) ? HCCL_SUCCESS : HCCL_E_TIMEOUT;
-}
-
-Communicator *of(HcclComm handle) { return static_cast<Communicator *>(handle); }
-
-HcclResult give(aclrtStream stream, std::function<int()> work) {
-  return static_cast<HcclResult>(sim::give(stream, std::move(work)));
 }
 
 HcclResult send_now(const void *data, uint64_t count, int32_t type, uint32_t peer, Communicator *group) {
@@ -287,7 +367,8 @@ HcclResult send_now(const void *data, uint64_t count, int32_t type, uint32_t pee
 HcclResult receive_now(void *data, uint64_t count, int32_t type, uint32_t peer, Communicator *group) {
   const std::string path = file(group, "from" + std::to_string(peer) + "-to" + std::to_string(group->rank) + "-" +
                                            std::to_string(group->received[peer]++));
-  if (!wait_for([&] { return access(path.c_str(), R_OK) == 0; })) {
+  const auto sent = [&] { return access(path.c_str(), R_OK) == 0; };
+  if (!wait_for(group, sent, [&](uint32_t rank) { return rank == peer; })) {
     sim::say("rank %u waited in vain for a Send of rank %u", group->rank, peer);
     return HCCL_E_TIMEOUT;
   }
@@ -328,6 +409,7 @@ HcclResult HcclCommInitRootInfoConfig(uint32_t size, const HcclRootInfo *root, u
 HcclResult HcclCommDestroy(HcclComm handle) {
   Communicator *group = of(handle);
   if (group->rank == 0) unlink(file(group, "progress").c_str());
+  if (sim::lazy()) return HCCL_SUCCESS;
   munmap(group->progress, sizeof(Progress));
   delete group;
   return HCCL_SUCCESS;
@@ -356,7 +438,7 @@ HcclResult HcclAllReduce(void *send, void *receive, uint64_t count, HcclDataType
                          HcclComm handle, aclrtStream stream) {
   const size_t size = count * bytes_of(type);
   sim::hide(stream, receive, size, send, size);
-  return give(stream, [=]() -> int {
+  return give(handle, stream, [=]() -> int {
     Blobs all;
     const auto mine = signature_of("AllReduce", type, count, reduction);
     if (const auto error = exchange(of(handle), mine, send, size, all)) return error;
@@ -368,7 +450,7 @@ HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclDataType ty
                       HcclComm handle, aclrtStream stream) {
   const size_t size = count * bytes_of(type);
   if (of(handle)->rank == root) sim::hide(stream, receive, size, send, size);
-  return give(stream, [=]() -> int {
+  return give(handle, stream, [=]() -> int {
     Blobs all;
     const auto mine = signature_of("Reduce", type, count, reduction, static_cast<int32_t>(root));
     if (const auto error = exchange(of(handle), mine, send, size, all)) return error;
@@ -381,7 +463,7 @@ HcclResult HcclReduceScatter(void *send, void *receive, uint64_t count, HcclData
   const size_t size = count * bytes_of(type);
   const uint32_t ranks = of(handle)->size;
   sim::hide(stream, receive, size, send, ranks * size);
-  return give(stream, [=]() -> int {
+  return give(handle, stream, [=]() -> int {
     Blobs all;
     const auto mine = signature_of("ReduceScatter", type, count, reduction);
     if (const auto error = exchange(of(handle), mine, send, ranks * size, all)) return error;
@@ -394,7 +476,7 @@ HcclResult HcclBroadcast(void *data, uint64_t count, HcclDataType type, uint32_t
   const size_t size = count * bytes_of(type);
   const bool sends = of(handle)->rank == root;
   if (!sends) sim::hide(stream, data, size, nullptr, 0);
-  return give(stream, [=]() -> int {
+  return give(handle, stream, [=]() -> int {
     Blobs all;
     const auto mine = signature_of("Broadcast", type, count, -1, static_cast<int32_t>(root));
     if (const auto error = exchange(of(handle), mine, data, sends ? size : 0, all)) return error;
@@ -408,7 +490,7 @@ HcclResult HcclScatter(void *send, void *receive, uint64_t count, HcclDataType t
   const size_t size = count * bytes_of(type);
   const bool sends = of(handle)->rank == root;
   sim::hide(stream, receive, size, send, sends ? size * of(handle)->size : 0);
-  return give(stream, [=]() -> int {
+  return give(handle, stream, [=]() -> int {
     Blobs all;
     const auto mine = signature_of("Scatter", type, count, -1, static_cast<int32_t>(root));
     if (const auto error = exchange(of(handle), mine, send, sends ? size * of(handle)->size : 0, all)) return error;
@@ -421,7 +503,7 @@ HcclResult HcclAllGather(void *send, void *receive, uint64_t count, HcclDataType
                          aclrtStream stream) {
   const size_t size = count * bytes_of(type);
   sim::hide(stream, receive, size * of(handle)->size, send, size);
-  return give(stream, [=]() -> int {
+  return give(handle, stream, [=]() -> int {
     Blobs all;
     if (const auto error = exchange(of(handle), signature_of("AllGather", type, count), send, size, all)) return error;
     for (uint32_t rank = 0; rank < of(handle)->size; ++rank)
@@ -431,7 +513,7 @@ HcclResult HcclAllGather(void *send, void *receive, uint64_t count, HcclDataType
 }
 
 HcclResult HcclBarrier(HcclComm handle, aclrtStream stream) {
-  return give(stream, [=]() -> int {
+  return give(handle, stream, [=]() -> int {
     Blobs all;
     return exchange(of(handle), signature_of("Barrier", HCCL_DATA_TYPE_INT8, 0), nullptr, 0, all);
   });
@@ -441,7 +523,7 @@ HcclResult HcclAlltoAll(const void *send, uint64_t count, HcclDataType type, con
                         HcclComm handle, aclrtStream stream) {
   const size_t size = count * bytes_of(type), whole = size * of(handle)->size;
   sim::hide(stream, receive, whole, send, whole);
-  return give(stream, [=]() -> int {
+  return give(handle, stream, [=]() -> int {
     Blobs all;
     if (const auto error = exchange(of(handle), signature_of("AlltoAll", type, count), send, whole, all)) return error;
     for (uint32_t rank = 0; rank < of(handle)->size; ++rank)
@@ -462,7 +544,7 @@ HcclResult HcclAlltoAllV(const void *send, const void *send_counts, const void *
   for (uint32_t rank = 0; rank < ranks; ++rank) read = std::max(read, sent_at[rank] + sent[rank]);
   char *out = static_cast<char *>(const_cast<void *>(receive));
   for (uint32_t rank = 0; rank < ranks; ++rank) sim::hide(stream, out + expected_at[rank] * unit, expected[rank] * unit, send, read * unit);
-  return give(stream, [=]() -> int {
+  return give(handle, stream, [=]() -> int {
     Communicator *group = of(handle);
     Blob mine(reinterpret_cast<const char *>(sent.data()), reinterpret_cast<const char *>(sent.data() + ranks));
     for (uint32_t rank = 0; rank < ranks; ++rank) {
@@ -488,17 +570,17 @@ HcclResult HcclAlltoAllV(const void *send, const void *send_counts, const void *
 }
 
 HcclResult HcclSend(void *data, uint64_t count, HcclDataType type, uint32_t peer, HcclComm handle, aclrtStream stream) {
-  return give(stream, [=]() -> int { return send_now(data, count, type, peer, of(handle)); });
+  return give(handle, stream, [=]() -> int { return send_now(data, count, type, peer, of(handle)); });
 }
 HcclResult HcclRecv(void *data, uint64_t count, HcclDataType type, uint32_t peer, HcclComm handle, aclrtStream stream) {
   sim::hide(stream, data, count * bytes_of(type), nullptr, 0);
-  return give(stream, [=]() -> int { return receive_now(data, count, type, peer, of(handle)); });
+  return give(handle, stream, [=]() -> int { return receive_now(data, count, type, peer, of(handle)); });
 }
 HcclResult HcclBatchSendRecv(HcclSendRecvItem *items, uint32_t count, HcclComm handle, aclrtStream stream) {
   const std::vector<HcclSendRecvItem> batch(items, items + count);
   for (const auto &item : batch)
     if (item.sendRecvType == HCCL_RECV) sim::hide(stream, item.buf, item.count * bytes_of(item.dataType), nullptr, 0);
-  return give(stream, [=]() -> int {
+  return give(handle, stream, [=]() -> int {
     for (const auto &item : batch)
       if (item.sendRecvType == HCCL_SEND)
         if (const auto error = send_now(item.buf, item.count, item.dataType, item.remoteRank, of(handle))) return error;

@@ -42,9 +42,13 @@ struct Piece {
 };
 struct Stream {
   int32_t id = 0;
+  // One thread at a time does a stream's work, and that of streams it waits for inside it. Two threads cannot come to wait for
+  // each other here: a stream waits only for what another was given before.
+  std::recursive_mutex working;
   std::mutex mutex;  // of `work`
   std::deque<Piece> work;
   std::atomic<uint64_t> given{0}, done{0};
+  std::atomic<bool> failed{false};  // a piece had an error: everybody who waits hears of it, whoever has done the piece
 };
 struct Event {
   double time = sim::milliseconds();
@@ -55,32 +59,31 @@ struct Event {
 std::mutex streams_mutex;
 std::vector<Stream *> streams;  // never freed: an event may outlive its stream
 
-// One thread at a time does streams' work: a piece may wait for another stream, whose work is then done inside it.
-std::recursive_mutex working;
-
 int work_until(Stream *stream, uint64_t place) {
-  if (stream == nullptr || stream->done.load() >= place) return ACL_SUCCESS;
-  std::lock_guard<std::recursive_mutex> guard(working);
-  while (stream->done.load() < place) {
+  if (stream == nullptr) return ACL_SUCCESS;
+  if (!stream->failed && stream->done.load() >= place) return ACL_SUCCESS;
+  std::lock_guard<std::recursive_mutex> guard(stream->working);
+  while (!stream->failed && stream->done.load() < place) {
     Piece piece;
     {
       std::lock_guard<std::mutex> queue(stream->mutex);
       piece = std::move(stream->work.front());
       stream->work.pop_front();
     }
-    const int error = piece.work();
+    if (piece.work()) stream->failed = true;
     ++stream->done;
-    if (error) return ACL_ERROR_RT_INTERNAL_ERROR;
   }
-  return ACL_SUCCESS;
+  return stream->failed ? ACL_ERROR_RT_INTERNAL_ERROR : ACL_SUCCESS;
 }
 
-int give(aclrtStream stream, Piece piece) {
+int give(aclrtStream stream, Piece piece, uint64_t *place) {
+  if (place) *place = 0;
   if (!sim::lazy() || stream == nullptr) return piece.work();
   auto *own = static_cast<Stream *>(stream);
   std::lock_guard<std::mutex> guard(own->mutex);
   own->work.push_back(std::move(piece));
-  ++own->given;
+  const uint64_t last = ++own->given;
+  if (place) *place = last;
   return 0;
 }
 
@@ -104,7 +107,16 @@ int finish(aclrtStream stream) {
   return own ? work_until(own, own->given.load()) : ACL_SUCCESS;
 }
 
-int give(aclrtStream stream, std::function<int()> work) { return give(stream, Piece{std::move(work), nullptr, 0}); }
+int finish_until(aclrtStream stream, uint64_t place) { return work_until(static_cast<Stream *>(stream), place); }
+
+bool is_done(aclrtStream stream, uint64_t place) {
+  auto *own = static_cast<Stream *>(stream);
+  return own == nullptr || own->done.load() >= place;
+}
+
+int give(aclrtStream stream, std::function<int()> work, uint64_t *place) {
+  return give(stream, Piece{std::move(work), nullptr, 0}, place);
+}
 
 void hide(aclrtStream stream, const void *written, size_t written_bytes, const void *read, size_t read_bytes) {
   if (!lazy()) return;
@@ -301,7 +313,7 @@ aclError aclrtResetEvent(aclrtEvent event, aclrtStream) { *static_cast<Event *>(
 aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
   auto *own = static_cast<Event *>(event);
   const auto wait = [from = own->stream, place = own->place] { return work_until(from, place); };
-  return give(stream, Piece{wait, own->stream, own->place});
+  return give(stream, Piece{wait, own->stream, own->place}, nullptr);
 }
 aclError aclrtSynchronizeEvent(aclrtEvent event) {
   auto *own = static_cast<Event *>(event);

@@ -19,17 +19,23 @@ inline long setting(const char *name, long otherwise) {
 }
 
 // With SIM_LAZY_COLLECTIVES=1 a collective does its work when something waits for it, not when it is launched. "Something"
-// is the host, or an operator on a stream that was told to wait.
+// is the host, an operator on a stream that was told to wait, or another rank that has been waiting in vain for a while: a
+// device goes on with what it was given, whatever its host waits for.
 inline bool lazy() {
   static const bool value = setting("SIM_LAZY_COLLECTIVES", 0) != 0;
   return value;
 }
 
 // Run a piece of a stream's work: now, or in lazy mode when the stream is waited for. Nonzero: the work's error.
-int give(aclrtStream stream, std::function<int()> work);
+// place: where it stands in the stream's work; 0 when it has been done.
+int give(aclrtStream stream, std::function<int()> work, uint64_t *place = nullptr);
 
 // Do all that the stream has been given. Nonzero: the first error.
 int finish(aclrtStream stream);
+
+// Do what the stream has been given up to a place; and whether that is done.
+int finish_until(aclrtStream stream, uint64_t place);
+bool is_done(aclrtStream stream, uint64_t place);
 
 // In lazy mode, fill what a collective on the stream will write with 0xFF bytes (NaN, or -1), except where it overlaps what it
 // reads: collectives in place are legal. What the stream was told to wait for comes first: the memory may be that of a buffer

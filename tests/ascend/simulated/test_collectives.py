@@ -1,5 +1,6 @@
 """HCCL as the project uses it, over torch_npu's own ProcessGroupHCCL; and that lazy collectives catch what they are for."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -101,6 +102,27 @@ def test_a_send_buffer_that_is_used_too_early_shows_in_lazy_mode_alone(
 ) -> None:
     assert npu_pool.run(write_too_early)[0] == [0, 1, 10, 11]
     assert lazy_pool.run(write_too_early)[0] == [-7, -7, -7, -7]
+
+
+def one_host_waits_for_the_other() -> list[float]:
+    """Rank 1 launches its part and waits on the host for rank 0, which waits for the collective."""
+    summed, store = values(2), dist.distributed_c10d._get_default_store()
+    work = dist.all_reduce(summed, async_op=True)
+    if dist.get_rank() == 0:
+        work.wait()
+        torch.npu.synchronize()
+        store.set("rank 0 has the sum", "yes")
+    else:
+        store.wait(["rank 0 has the sum"], timedelta(seconds=30))
+    work.wait()
+    return summed.cpu().tolist()
+
+
+@pytest.mark.parametrize("kind", ["npu_pool", "lazy_pool"])
+def test_a_collective_ends_though_a_host_waits_for_something_else(kind: str, request: pytest.FixtureRequest) -> None:
+    """As on a device, in lazy mode too: a checkpoint's exchange between hosts hung here before."""
+    pool: ProcessPool = request.getfixturevalue(kind)
+    assert pool.run(one_host_waits_for_the_other) == [[10, 12], [10, 12]]
 
 
 def reduce_float64() -> str:
