@@ -32,3 +32,11 @@ def lazy_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]
     pool = ProcessPool(2, "npu", SIM_LAZY_COLLECTIVES="1", SIM_HCCL_FOLDER=str(tmp_path_factory.mktemp("lazy-hccl")))
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def watched_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
+    """Two ranks under torch_npu's own stream sanitizer."""
+    pool = ProcessPool(2, "npu", TORCH_NPU_SANITIZER="1", SIM_HCCL_FOLDER=str(tmp_path_factory.mktemp("watched-hccl")))
+    yield pool
+    pool.close()

@@ -39,7 +39,7 @@ VARIANTS = {
 }
 
 
-def layers(variants: Sequence[Variant]) -> list[dict[str, dict[str, Tensor]]]:
+def layers(variants: Sequence[Variant], cases: Sequence[str] = CASES) -> list[dict[str, dict[str, Tensor]]]:
     """For each variant and case, what this rank computes on its device."""
     group = dist.group.WORLD
     assert group is not None
@@ -48,7 +48,8 @@ def layers(variants: Sequence[Variant]) -> list[dict[str, dict[str, Tensor]]]:
     with topologies(variants, group) as of:
         for variant in variants:
             per_case = {}
-            for seed, case in enumerate(CASES):
+            for case in cases:
+                seed = CASES.index(case)
                 dispatcher = variant.build(NUM_EXPERTS, group, of[variant.ranks_per_node])
                 inputs = make_inputs(case, rank, WORLD_SIZE, NUM_EXPERTS, seed)
                 per_case[case] = run_layer(dispatcher, inputs, torch.float32, rank, "npu")
