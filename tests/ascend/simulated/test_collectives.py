@@ -137,6 +137,18 @@ def test_float64_is_not_reduced(npu_pool: ProcessPool) -> None:
         assert "Unsupported data type at::kDouble" in message
 
 
+def deepspeed_would_sum_in_float64() -> bool:
+    from deepspeed.accelerator import get_accelerator
+
+    assert get_accelerator().device_name() == "npu"
+    return bool(get_accelerator().is_fp64_supported())
+
+
+def test_deepspeed_still_believes_that_an_npu_reduces_float64(npu_pool: ProcessPool) -> None:
+    """Why the engine answers for it, without which stage 3 (test_run.py) ends in the error above. False: drop that."""
+    assert npu_pool.run(deepspeed_would_sum_in_float64) == [True, True]
+
+
 def disagree() -> str:
     rows = [3, 1] if dist.get_rank() == 0 else [2, 2]
     with pytest.raises(RuntimeError) as caught:
