@@ -158,3 +158,14 @@ def test_importing_everything_starts_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="a copy without history: what is tracked cannot be told")
+def test_nothing_of_one_machine_is_tracked() -> None:
+    """A link points into somebody's machine, and what is ignored is made there (a tracked .kernels link broke installs)."""
+
+    def git(*words: str) -> list[str]:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    assert [line for line in git("ls-files", "--stage") if line.startswith("120000")] == []
+    assert git("ls-files", "--cached", "--ignored", "--exclude-standard") == []
